@@ -1,0 +1,1 @@
+"""apportion: fine-grained credit assignment for critic-free LLM reinforcement learning."""
