@@ -1,0 +1,1 @@
+"""Credit methods: one file each, one line in `registry`."""

@@ -1,0 +1,104 @@
+"""Step boundaries of a batch as token positions, and segments laid between measured positions.
+
+Shapes: _R responses, _K pivots, _S segments, _N flat tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from apportion.credit.record import Segments
+from apportion.errors import InputError
+from apportion.measure.plan import Continuations
+from apportion.rollouts import Rollouts
+from apportion.segments import char_to_token
+
+
+def step_positions(rollouts: Rollouts, split: Callable[[str], Sequence[int]], method: str) -> list[list[int]]:
+    """For each response the positions where a step starts after its first token, rising.
+
+    Taken from `rollouts.boundary` where the host gives it; else `split` names the characters of the text at
+    which steps start, and each starts at the first token that begins there or later.
+
+    Raises:
+        InputError: the batch has neither boundaries nor text with `char_start`.
+    """
+    bounds = list(pairwise(rollouts.offsets.tolist()))
+    if (flags := rollouts.boundary) is not None:
+        found = [flags[a:b].nonzero()[:, 0] for a, b in bounds]
+    elif (text := rollouts.text) is not None and (starts := rollouts.char_start) is not None:
+        found = [char_to_token(starts[a:b], split(t)) for (a, b), t in zip(bounds, text, strict=True)]
+    else:
+        raise InputError(
+            f"{method}: boundaries", "none, and no text with offsets to find them in",
+            "`boundaries`, or `text` with `offsets`", "give one of them for every row",
+        )  # fmt: skip
+    # Two steps may start in one token, and the last in none; a response's own start cuts nothing off.
+    return [
+        sorted({p for p in row.tolist() if 0 < p < b - a}) for row, (a, b) in zip(found, bounds, strict=True)
+    ]
+
+
+def lay_segments(rollouts: Rollouts, pivots: Continuations, keep: Tensor, opening: Tensor) -> Segments:
+    """Cuts every response at its kept pivots, each segment with the raw value of the state it starts in.
+
+    `shrunk` equals `raw` and `increment` is 0: the method fills them. Empty responses have no segment.
+
+    Args:
+        keep: [K] bool, the pivots to cut at.
+        opening: [R] float64, the value of a response's start where no pivot measures it; NaN for unknown.
+    """
+    kept = keep.nonzero()[:, 0]
+    at_start = pivots.position[kept] == 0
+    measured_start = torch.full((len(rollouts),), -1, dtype=torch.int64)
+    measured_start[pivots.row[kept[at_start]]] = kept[at_start]
+    inner = kept[~at_start]
+    first = (rollouts.length > 0).nonzero()[:, 0]
+    row = torch.cat([first, pivots.row[inner]])
+    start = torch.cat([torch.zeros_like(first), pivots.position[inner]])
+    pivot = torch.cat([measured_start[first], inner])
+    order = torch.argsort(rollouts.offsets[row] + start)
+    row, start, pivot = row[order], start[order], pivot[order]
+    # A segment ends where the next one starts; the last of a response ends with it.
+    following = torch.cat([rollouts.offsets[row] + start, rollouts.offsets[-1:]])[1:]
+    end = torch.minimum(following, rollouts.offsets[row + 1]) - rollouts.offsets[row]
+
+    def of_pivot(values: Tensor, unmeasured: float) -> Tensor:
+        return torch.cat([values, values.new_tensor([unmeasured])])[pivot]
+
+    raw = torch.where(pivot < 0, opening[row], of_pivot(pivots.mean, 0.0))
+    zero = torch.zeros_like(raw)
+    return Segments(row, start, end, raw, raw, of_pivot(pivots.stderr, 0.0), zero, of_pivot(pivots.count, 0))
+
+
+def take_increments(rollouts: Rollouts, segments: Segments, shrunk: Tensor) -> tuple[Segments, float]:
+    """Fills in `shrunk` [S] and the change in value across each segment; the last one ends at the reward.
+
+    A segment whose start has no value (NaN), or of a response without a reward, gets 0.
+
+    Returns:
+        the segments, and the largest error of Σ increments = r − first known value over the responses.
+    """
+    row = segments.row
+    last = torch.ones_like(row, dtype=torch.bool)
+    last[:-1] = row[1:] != row[:-1]
+    after = torch.where(last, rollouts.reward.double()[row], shrunk.roll(-1))
+    known = ~torch.isnan(shrunk) & ~torch.isnan(after)
+    increment = torch.where(known, after - shrunk, 0.0)
+    total = torch.zeros(len(rollouts), dtype=torch.float64).index_add_(0, row, increment)
+    index = torch.arange(len(row))[known]
+    first = torch.full((len(rollouts),), len(row)).scatter_reduce_(0, row[known], index, "amin")
+    has = first < len(row)
+    error = (total[has] - (rollouts.reward.double()[has] - shrunk[first[has]])).abs()
+    filled = replace(segments, shrunk=shrunk, increment=increment)
+    return filled, float(error.max()) if len(error) else 0.0
+
+
+def per_token(segments: Segments, values: Tensor) -> Tensor:
+    """[N] values of [S] segments on their tokens. Segments cover every token, in order."""
+    return torch.repeat_interleave(values, segments.end - segments.start)

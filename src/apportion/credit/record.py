@@ -1,0 +1,124 @@
+"""The Credit record: what every method returns and what report, metrics and tests read.
+
+Shapes: _N flat tokens, _R responses, _S segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from apportion.errors import InputError
+from apportion.rollouts import Rollouts
+
+Conserves = Literal["token_mean", "token_sum", "group_sum", "none"]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The pieces of responses that share one value, in row order and then by start.
+
+    Attributes:
+        row: [S] int64.
+        start: [S] int64, first position of the segment.
+        end: [S] int64, one past its last position.
+        raw: [S] float64, the measured value of the state in which the segment starts; μ for a first segment
+            that starts at the prompt; NaN where nothing was measured.
+        shrunk: [S] float64, the value after shrinkage; `raw` where the method does not shrink.
+        stderr: [S] float64, standard error of `raw`; 0 where the value is known and not measured.
+        increment: [S] float64, value at the segment's end minus `shrunk`, in units of reward.
+        samples: [S] int64, continuations behind `raw`.
+    """
+
+    row: Tensor
+    start: Tensor
+    end: Tensor
+    raw: Tensor
+    shrunk: Tensor
+    stderr: Tensor
+    increment: Tensor
+    samples: Tensor
+
+
+@dataclass(frozen=True)
+class Credit:
+    """Per-token advantages and how they came about. Make it with `form`.
+
+    Attributes:
+        token: [N] float32 advantage of each token; exactly 0 where the mask is.
+        base: [R] float32, the advantage that was spread.
+        weight: [N] float64 or None (1 everywhere).
+        residual: [N] float64 or None (0 everywhere).
+        segments: the segments and their values, for methods that have them.
+        invariants: name → measured error; `conserved` is the declared conservation's.
+        counts: name → number of things that happened, such as dropped pivots.
+        method: registered name; settings: every setting of the method as it was used.
+    """
+
+    token: Tensor
+    base: Tensor
+    method: str
+    settings: Mapping[str, Any]
+    weight: Tensor | None = None
+    residual: Tensor | None = None
+    segments: Segments | None = None
+    invariants: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def form(
+        cls,
+        rollouts: Rollouts,
+        base: Tensor,
+        *,
+        method: str,
+        settings: Mapping[str, Any],
+        conserves: Conserves,
+        weight: Tensor | None = None,
+        residual: Tensor | None = None,
+        segments: Segments | None = None,
+        invariants: Mapping[str, float] | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> Credit:
+        """A = weight · base + residual on trainable tokens, 0 elsewhere: the one place where it is formed.
+
+        Formed in float64 and rounded once, so that weight 1 and residual 0 give the base bit for bit.
+
+        Raises:
+            InputError: a base that is not [R].
+        """
+        if base.shape != rollouts.reward.shape:
+            raise InputError("base", f"shape {tuple(base.shape)}", f"shape {tuple(rollouts.reward.shape)}")
+        base = base.detach()
+        token = base.double()[rollouts.row]
+        if weight is not None:
+            token = token * weight
+        if residual is not None:
+            token = token + residual
+        token = torch.where(rollouts.mask, token, 0.0).float()
+        error = conservation_error(rollouts, token, base, conserves)
+        measured = {} if error is None else {"conserved": error}
+        return cls(
+            token, base.float(), method, settings, weight, residual, segments,
+            {**measured, **(invariants or {})}, counts or {},
+        )  # fmt: skip
+
+
+def conservation_error(rollouts: Rollouts, token: Tensor, base: Tensor, conserves: Conserves) -> float | None:
+    """Largest distance between what a method promises to keep and what it kept; None where it promises none.
+
+    token_mean: the mean over a response's trainable tokens equals its base. token_sum: their sum equals the
+    base times their number. group_sum: the same sum, over the whole group.
+    """
+    if conserves == "none" or not len(rollouts):
+        return None
+    gap = rollouts.row_sum(token.double()) - base.double() * rollouts.trainable
+    if conserves == "token_mean":
+        gap = gap / rollouts.trainable.clamp(min=1)
+    elif conserves == "group_sum":
+        gap = torch.zeros(rollouts.groups, dtype=gap.dtype).index_add_(0, rollouts.group, gap)
+    return float(gap.abs().max())

@@ -1,0 +1,108 @@
+"""REINFORCE++ and its group-baseline form: advantages whitened over the whole batch's tokens.
+
+Shapes: _N flat tokens, _R responses.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from apportion.credit.method import CreditMethod
+from apportion.credit.record import Conserves, Credit
+from apportion.groups import Base
+from apportion.measure.plan import Evidence
+from apportion.rollouts import Rollouts
+
+
+def whiten(values: Tensor, use: Tensor, ddof: int, epsilon: float) -> Tensor:
+    """(x − mean)/(std + ε) over the tokens in `use`, 0 elsewhere.
+
+    With a single token there is no deviation to divide by: it is returned as it came. With values that are
+    all equal the result is exactly 0; with no token it is all 0.
+
+    Args:
+        values: [N] float64.
+        use: [N] bool.
+        ddof: 1 for the sample deviation (verl), 0 for the population's.
+    """
+    x = values[use]
+    out = torch.zeros_like(values)
+    if len(x) < 2:
+        out[use] = x
+    elif x.max() - x.min() > 1e-8 * max(1.0, float(x.abs().max())):
+        out[use] = (x - x.mean()) / (x.std(correction=ddof) + epsilon)
+    return out
+
+
+class ReinforcePP(CreditMethod):
+    """REINFORCE++ [paper, arXiv 2501.03262]: discounted return of each token, whitened over the batch.
+
+    R_t = γ^(number of trainable tokens after t)·r_i, then `whiten` over the batch's trainable tokens. It uses
+    no group statistic: a prompt with one response is an ordinary prompt here. The KL term is the trainer's.
+    """
+
+    name: ClassVar[str] = "reinforce_pp"
+    conserves: ClassVar[Conserves] = "none"
+    grouped: ClassVar[bool] = False
+    learns_when_collapsed: ClassVar[bool] = True
+    paper: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"
+    marks: ClassVar[str] = "[paper]; ε and the sample deviation after verl, ε added to the deviation [ours]"
+
+    gamma: float = Field(1.0, ge=0, le=1, description="discount a token")
+    epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False, description="added to the batch's deviation")
+
+    @property
+    def batch_wide(self) -> bool:
+        return True
+
+    def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
+        use = rollouts.mask & rollouts.scored[rollouts.row]
+        seen = rollouts.mask.double().cumsum(0)
+        through_row = rollouts.trainable.cumsum(0)[rollouts.row]
+        after = torch.where(use, through_row - seen, 0.0)
+        reward = torch.where(rollouts.scored, rollouts.reward.double(), 0.0)
+        returns = reward[rollouts.row] * self.gamma**after
+        return _whitened(self, rollouts, returns, use)
+
+
+class ReinforcePPBaseline(CreditMethod):
+    """REINFORCE++-baseline [paper, arXiv 2501.03262]: r_i − μ on every token, whitened over the batch.
+
+    Responses of a collapsed group count in the batch's statistics (as in verl) but get exactly 0.
+    """
+
+    name: ClassVar[str] = "reinforce_pp_baseline"
+    conserves: ClassVar[Conserves] = "none"
+    paper: ClassVar[str] = "REINFORCE++-baseline, arXiv 2501.03262"
+    marks: ClassVar[str] = "[paper]; ε and the sample deviation after verl, ε added to the deviation [ours]"
+
+    epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False, description="added to the batch's deviation")
+
+    @property
+    def batch_wide(self) -> bool:
+        return True
+
+    def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
+        use = rollouts.mask & rollouts.scored[rollouts.row]
+        centred = torch.where(base.live, rollouts.reward.double() - base.mean, 0.0)
+        return _whitened(self, rollouts, centred[rollouts.row], use, base.live)
+
+
+def _whitened(
+    method: ReinforcePP | ReinforcePPBaseline,
+    rollouts: Rollouts,
+    values: Tensor,
+    use: Tensor,
+    keep: Tensor | None = None,
+) -> Credit:
+    residual = whiten(values, use, method.ddof, method.epsilon)
+    if keep is not None:
+        residual = torch.where(keep[rollouts.row], residual, 0.0)
+    return Credit.form(
+        rollouts, rollouts.row_mean(residual), weight=torch.zeros_like(residual), residual=residual,
+        method=method.name, settings=method.settings, conserves=method.conserves,
+    )  # fmt: skip

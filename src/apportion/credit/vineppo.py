@@ -1,0 +1,85 @@
+"""VinePPO: every step boundary is measured and each step gets the change in value across it.
+
+Shapes: _N flat tokens, _K pivots, _S segments.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from apportion.credit.boundaries import lay_segments, per_token, step_positions, take_increments
+from apportion.credit.method import CreditMethod, Need
+from apportion.credit.record import Conserves, Credit
+from apportion.credit.reinforce_pp import whiten
+from apportion.errors import InputError
+from apportion.groups import Base
+from apportion.measure.plan import Evidence, Job, jobs_of
+from apportion.rollouts import Rollouts
+from apportion.segments import vineppo_steps
+
+
+class VinePPO(CreditMethod):
+    """VinePPO [paper: authors' code, arXiv 2410.01679]: A_step = V(next) − V(here); the last step r − V.
+
+    `plan` asks for `samples` (K = 9) continuations at the query and after each step but the last, whatever
+    the group's rewards. No group statistic enters. Tokens before the first measured state, which happens only
+    where a measurement was lost, get 0 and are counted as `unmeasured_tokens`.
+
+    Numbers [note]: V = (.5, .75, .25), r = 1 gives (.25, −.5, .75).
+    """
+
+    name: ClassVar[str] = "vineppo"
+    needs: ClassVar[frozenset[Need]] = frozenset({"steps", "continuations"})
+    conserves: ClassVar[Conserves] = "none"
+    grouped: ClassVar[bool] = False
+    learns_when_collapsed: ClassVar[bool] = True
+    cost: ClassVar[str] = "samples × steps continuations a response"
+    paper: ClassVar[str] = "VinePPO, arXiv 2410.01679"
+    marks: ClassVar[str] = "[paper: authors' code]"
+
+    samples: int = Field(9, ge=1, description="continuations a state (K in the paper)")
+    whiten: bool = Field(False, description="whiten advantages over the batch, as the released code does")
+    fresh_budget: int = Field(
+        0, ge=0, description="tokens a continuation may use, 1024 in the released code; 0: T_max − prefix"
+    )
+
+    @property
+    def batch_wide(self) -> bool:
+        return self.whiten
+
+    def plan(self, rollouts: Rollouts, base: Base) -> list[Job]:
+        steps = step_positions(rollouts, vineppo_steps, self.name)
+        scored = rollouts.scored.tolist()
+        pivots = [(i, p) for i, ps in enumerate(steps) if scored[i] for p in dict.fromkeys([0, *ps])]
+        row, position = torch.tensor(pivots, dtype=torch.int64).reshape(-1, 2).unbind(1)
+        return jobs_of(rollouts, row, position, self.samples, torch.full((len(row),), float("nan")))
+
+    def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
+        pivots = evidence.continuations
+        if pivots is None:
+            raise InputError(
+                "vineppo: evidence.continuations", "none in any row", "values at step boundaries",
+                "measure what `apportion plan --method vineppo` lists",
+            )  # fmt: skip
+        keep = rollouts.scored[pivots.row]
+        unknown = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
+        segments = lay_segments(rollouts, pivots, keep, opening=unknown)
+        segments, error = take_increments(rollouts, segments, segments.raw)
+        residual = per_token(segments, segments.increment)
+        scored = rollouts.mask & rollouts.scored[rollouts.row]
+        if self.whiten:
+            residual = whiten(residual, scored, self.ddof, self.epsilon)
+        unmeasured = per_token(segments, segments.samples) == 0
+        return Credit.form(
+            rollouts, base.advantage, weight=torch.zeros_like(residual), residual=residual, segments=segments,
+            method=self.name, settings=self.settings, conserves=self.conserves,
+            invariants={"telescoping": error},
+            counts={
+                "pivots": int(keep.sum()),
+                "dropped_pivots": pivots.dropped,
+                "unmeasured_tokens": int((unmeasured & scored).sum()),
+            },
+        )  # fmt: skip

@@ -1,0 +1,160 @@
+"""A run on disk: open formats only, one Parquet file a step and kind.
+
+    RUN/config.toml                     the resolved configuration
+    RUN/metrics.jsonl                   one object a step
+    RUN/rollouts/step-000001.parquet    one row a response: ids, text, reward, verdict
+    RUN/evidence/step-000001.parquet    one row a continuation: key, ids, text, verdict
+    RUN/credit/step-000001.parquet      one row a response: advantages, base, segments, invariants
+
+Rows of `rollouts` and `credit` of a step stand in the same order, and `row` in `evidence` counts in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from apportion.credit.record import Credit, Segments
+from apportion.errors import InputError
+from apportion.rollouts import Rollouts
+
+_IDS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
+
+ROLLOUTS = pa.schema(
+    {
+        "row": pa.int32(), "group": pa.string(), "sample": pa.int32(), "prompt": pa.string(), "gold": pa.string(),
+        "prompt_ids": _IDS, "token_ids": _IDS, "mask": pa.list_(pa.bool_()), "text": pa.string(),
+        "char_start": _IDS, "reward": pa.float64(), "verdict": pa.string(), "finish": pa.string(),
+        "old_logprob": _FLOATS, "entropy": _FLOATS,
+    }
+)  # fmt: skip
+
+EVIDENCE = pa.schema(
+    {
+        "key": pa.string(), "group": pa.string(), "row": pa.int32(), "position": pa.int32(), "m": pa.int32(),
+        "token_ids": _IDS, "text": pa.string(), "reward": pa.float64(), "verdict": pa.string(),
+        "finish": pa.string(), "rescued": pa.bool_(),
+    }
+)  # fmt: skip
+
+_SEGMENT = pa.struct({f.name: pa.float64() for f in fields(Segments) if f.name != "row"})
+
+CREDIT = pa.schema(
+    {
+        "row": pa.int32(), "advantage": _FLOATS, "base": pa.float32(), "mean": pa.float64(), "scale": pa.float64(),
+        "weight": _FLOATS, "residual": _FLOATS, "segments": pa.list_(_SEGMENT),
+        "method": pa.string(), "settings": pa.string(), "invariants": pa.string(), "counts": pa.string(),
+    }
+)  # fmt: skip
+
+
+def verdict_of(reward: float | None) -> str:
+    """How a reward reads: abstain for None or NaN, correct for 1, wrong for 0, else `partial`."""
+    if reward is None or reward != reward:
+        return "abstain"
+    return {1.0: "correct", 0.0: "wrong"}.get(float(reward), "partial")
+
+
+def rollout_rows(rollouts: Rollouts, prompts: Sequence[str], golds: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a step's `rollouts` file. `prompts` and `golds` hold one text a response."""
+    seen: dict[int, int] = {}
+    rows = []
+    for i, (a, b) in enumerate(_spans(rollouts)):
+        group = int(rollouts.group[i])
+        reward = float(rollouts.reward[i])
+        rows.append(
+            {
+                "row": i, "group": rollouts.name(i), "sample": seen.get(group, 0),
+                "prompt": prompts[i], "gold": golds[i],
+                "prompt_ids": rollouts.prompt_ids[group].tolist() if rollouts.prompt_ids else None,
+                "token_ids": rollouts.token_ids[a:b].tolist(), "mask": rollouts.mask[a:b].tolist(),
+                "text": rollouts.text[i] if rollouts.text else None,
+                "char_start": _part(rollouts.char_start, a, b), "reward": reward, "verdict": verdict_of(reward),
+                "finish": "length" if rollouts.truncated[i] else "stop",
+                "old_logprob": _part(rollouts.old_logprob, a, b), "entropy": _part(rollouts.entropy, a, b),
+            }
+        )  # fmt: skip
+        seen[group] = seen.get(group, 0) + 1
+    return rows
+
+
+def credit_rows(
+    rollouts: Rollouts, credit: Credit, mean: Sequence[float], scale: Sequence[float]
+) -> list[dict[str, Any]]:
+    """The rows of a step's `credit` file. `mean` and `scale` are the host's μ and divisor of each response."""
+    pieces: list[list[dict[str, float]]] = [[] for _ in range(len(rollouts))]
+    if credit.segments is not None:
+        names = [f.name for f in fields(Segments) if f.name != "row"]
+        columns = [getattr(credit.segments, name).tolist() for name in names]
+        for row, *values in zip(credit.segments.row.tolist(), *columns, strict=True):
+            pieces[row].append(dict(zip(names, values, strict=True)))
+    common = {
+        "method": credit.method, "settings": json.dumps(dict(credit.settings)),
+        "invariants": json.dumps(dict(credit.invariants)), "counts": json.dumps(dict(credit.counts)),
+    }  # fmt: skip
+    return [
+        {
+            "row": i, "advantage": credit.token[a:b].tolist(), "base": float(credit.base[i]),
+            "mean": mean[i], "scale": scale[i], "weight": _part(credit.weight, a, b),
+            "residual": _part(credit.residual, a, b), "segments": pieces[i], **common,
+        }
+        for i, (a, b) in enumerate(_spans(rollouts))
+    ]  # fmt: skip
+
+
+class RunFolder:
+    """Writes and reads the files of one run. Each file appears whole or not at all."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def write(self, kind: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the `rollouts`, `evidence` or `credit` rows of a step."""
+        schema = {"rollouts": ROLLOUTS, "evidence": EVIDENCE, "credit": CREDIT}[kind]
+        target = self._file(kind, step)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_suffix(".part")
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
+        os.replace(partial, target)
+
+    def read(self, kind: str, step: int) -> list[dict[str, Any]]:
+        """The rows that `write` wrote; none where the step has no such file."""
+        target = self._file(kind, step)
+        return pq.read_table(target).to_pylist() if target.exists() else []
+
+    def steps(self) -> list[int]:
+        """The steps with recorded credit, rising."""
+        return sorted(int(p.stem.split("-")[1]) for p in (self.path / "credit").glob("step-*.parquet"))
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Appends one step's metrics. Flushed at once, so that a stopped run keeps them."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(dict(metrics)) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every step's metrics; where a resumed run repeated a step, its last."""
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            raise InputError("RUN", str(self.path), "the folder of a run, with metrics.jsonl in it")
+        by_step = {row["step"]: row for row in map(json.loads, path.read_text().splitlines())}
+        return [by_step[step] for step in sorted(by_step)]
+
+    def _file(self, kind: str, step: int) -> Path:
+        return self.path / kind / f"step-{step:06d}.parquet"
+
+
+def _spans(rollouts: Rollouts) -> list[tuple[int, int]]:
+    offsets = rollouts.offsets.tolist()
+    return list(zip(offsets[:-1], offsets[1:], strict=True))
+
+
+def _part(values: Any, a: int, b: int) -> list[Any] | None:
+    return None if values is None else values[a:b].tolist()

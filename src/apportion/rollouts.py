@@ -1,0 +1,359 @@
+"""The frozen batch: every response of a step, flat and never padded.
+
+Shapes: _N flat tokens, _R responses, _P prompts (groups), (R, W) padded at the edge only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apportion.errors import InputError
+
+# Log-probabilities above 0 and entropies below it are impossible; bf16 engines overshoot by about this much.
+_ROUNDING = 1e-2
+
+# Optional per-token fields and the dtype they take when they come as lists.
+_TOKEN_FIELDS = {
+    "old_logprob": torch.float32,
+    "ref_logprob": torch.float32,
+    "entropy": torch.float32,
+    "boundary": torch.bool,
+    "char_start": torch.int64,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """R responses of P prompts, N tokens in all, laid end to end (EOS included: it is an action).
+
+    Response i owns tokens `offsets[i]` to `offsets[i+1]`. "Position" always means a token's place inside its
+    own response, from 0. Everything is on the CPU and detached. Statistics of tokens where `mask` is False
+    carry no meaning, may come as NaN and are stored as 0.
+
+    Attributes:
+        token_ids: [N] int64.
+        offsets: [R+1] int64, from 0 to N.
+        group: [R] int64, the prompt each response answers: 0 … P-1. Members of a group may stand anywhere.
+        reward: [R] floating, NaN where the verifier abstained.
+        mask: [N] bool, True on trainable tokens.
+        truncated: [R] bool, True where the response ended at the length limit and not by EOS.
+        old_logprob: [N] log-probability of the sampled token at the sampling temperature, nats.
+        ref_logprob: [N] the same under the reference model.
+        entropy: [N] entropy, in nats, of the distribution that produced each token.
+        prompt_ids: P tensors of prompt tokens.
+        boundary: [N] bool, True where the host says that a new step starts.
+        text: R decoded responses.
+        char_start: [N] int64, the character of `text` at which each token starts; never falls in a response.
+        path: R tuples of node ids, for tree rollouts.
+        names: P names of the groups, for records and messages.
+
+    Raises:
+        InputError: a wrong shape, dtype, length or range, naming the field. Nothing is sliced to fit.
+    """
+
+    token_ids: Tensor
+    offsets: Tensor
+    group: Tensor
+    reward: Tensor
+    mask: Tensor
+    truncated: Tensor
+    old_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    prompt_ids: tuple[Tensor, ...] | None = None
+    boundary: Tensor | None = None
+    text: tuple[str, ...] | None = None
+    char_start: Tensor | None = None
+    path: tuple[tuple[str, ...], ...] | None = None
+    names: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+        object.__setattr__(self, "reward", self.reward.detach())
+        for name in ("old_logprob", "ref_logprob", "entropy"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, value.detach().masked_fill(~self.mask, 0.0))
+
+    @classmethod
+    def from_lists(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        group: Sequence[object],
+        reward: Sequence[float | None],
+        *,
+        mask: Sequence[Sequence[int]] | None = None,
+        truncated: Sequence[bool] | None = None,
+        **rest: Any,
+    ) -> Rollouts:
+        """Builds the batch from one list a response. `group` may hold any hashable names, `reward` None.
+
+        Per-token fields in `rest` (`old_logprob`, `ref_logprob`, `entropy`, `boundary`, `char_start`) are R
+        lists; None in them stands for "no value" and is refused on trainable tokens. The others are passed on
+        as they are.
+
+        Raises:
+            InputError: a list whose length is not that of its response's `token_ids`, or a fraction where a
+                whole number belongs.
+        """
+        lengths = [len(row) for row in token_ids]
+        names = tuple(dict.fromkeys(group))
+        index = {name: i for i, name in enumerate(names)}
+        for field, dtype in _TOKEN_FIELDS.items():
+            if rest.get(field) is not None:
+                rest[field] = _flatten(field, rest[field], lengths, dtype)
+        ones = [[1] * n for n in lengths]
+        return cls(
+            token_ids=_flatten("token_ids", token_ids, lengths, torch.int64),
+            offsets=_offsets(torch.tensor(lengths, dtype=torch.int64)),
+            group=torch.tensor([index[name] for name in group], dtype=torch.int64),
+            reward=torch.tensor([float("nan") if r is None else r for r in reward], dtype=torch.float64),
+            mask=_flatten("mask", ones if mask is None else mask, lengths, torch.bool),
+            truncated=torch.tensor(
+                [False] * len(lengths) if truncated is None else list(truncated), dtype=torch.bool
+            ),
+            names=tuple(str(name) for name in names),
+            **rest,
+        )
+
+    @classmethod
+    def from_padded(
+        cls,
+        token_ids: Tensor,
+        present: Tensor,
+        group: Tensor,
+        reward: Tensor,
+        *,
+        mask: Tensor | None = None,
+        truncated: Tensor | None = None,
+        **rest: Any,
+    ) -> Rollouts:
+        """Builds the batch from a trainer's padded (R, W) tensors, whichever side the padding is on.
+
+        Args:
+            token_ids: (R, W) int64.
+            present: (R, W) bool, True where a token was really sampled. Build it from lengths, never from
+                `token_ids != pad`: where pad is EOS that drops the EOS.
+            group: (R,) any integer ids.
+            reward: (R,) NaN where the verifier abstained.
+            mask: (R, W) trainable tokens; `present` where left out.
+            rest: `old_logprob`, `ref_logprob`, `entropy`, `boundary`, `char_start` as (R, W), others as they
+                are.
+
+        Raises:
+            InputError: a tensor that is not (R, W).
+        """
+        if present.ndim != 2:
+            raise InputError("present", f"shape {tuple(present.shape)}", "two dimensions, (R, W)")
+        present = present.bool()
+        mask = present if mask is None else mask.bool()
+        for field in _TOKEN_FIELDS:
+            if rest.get(field) is not None:
+                rest[field] = _same_shape(field, rest[field], present)[present]
+        _same_shape("token_ids", token_ids, present)
+        names, dense = torch.unique(group, return_inverse=True)
+        return cls(
+            token_ids=token_ids[present],
+            offsets=_offsets(present.sum(1)),
+            group=dense,
+            reward=reward,
+            mask=_same_shape("mask", mask, present)[present],
+            truncated=torch.zeros(len(reward), dtype=torch.bool) if truncated is None else truncated,
+            **{"names": tuple(str(name) for name in names.tolist()), **rest},
+        )
+
+    def to_padded(self, values: Tensor, width: int | None = None) -> Tensor:
+        """Lays [N] values out as (R, width), padded on the right with 0.
+
+        Raises:
+            InputError: `values` is not [N], or `width` is smaller than the longest response.
+        """
+        longest = int(self.length.max()) if len(self) else 0
+        width = longest if width is None else width
+        if values.shape != self.token_ids.shape:
+            raise InputError("values", tuple(values.shape), f"shape {tuple(self.token_ids.shape)}")
+        if width < longest:
+            raise InputError("width", width, f"at least the longest response, {longest}")
+        out = values.new_zeros((len(self), width))
+        out[self.row, self.position] = values
+        return out
+
+    def select(self, rows: Sequence[int] | Tensor) -> Rollouts:
+        """The batch of these rows, in this order. Groups that lose all their members are renumbered away.
+
+        Raises:
+            InputError: a mask of booleans in place of row numbers.
+        """
+        index = torch.as_tensor(rows)
+        if index.dtype == torch.bool:
+            raise InputError("rows", "booleans", "row numbers", "pass `mask.nonzero()[:, 0]`")
+        index = index.long()
+        length = self.length[index]
+        token = torch.repeat_interleave(self.offsets[:-1][index], length) + _within(length)
+        kept, dense = torch.unique(self.group[index], return_inverse=True)
+        change: dict[str, Any] = {"group": dense, "offsets": _offsets(length)}
+        for field, value in ((f.name, getattr(self, f.name)) for f in fields(self)):
+            if value is None or field in change:
+                continue
+            if field in ("prompt_ids", "names"):
+                change[field] = tuple(value[g] for g in kept.tolist())
+            elif field in ("text", "path"):
+                change[field] = tuple(value[i] for i in index.tolist())
+            else:
+                change[field] = value[index if field in ("reward", "truncated") else token]
+        return replace(self, **change)
+
+    def __len__(self) -> int:
+        return len(self.reward)
+
+    @cached_property
+    def length(self) -> Tensor:
+        """[R] tokens of each response."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @cached_property
+    def row(self) -> Tensor:
+        """[N] the response each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.length)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[N] each token's place inside its response."""
+        return _within(self.length)
+
+    @cached_property
+    def trainable(self) -> Tensor:
+        """[R] number of trainable tokens, float64 (it is only ever divided by)."""
+        return self.row_sum(self.mask.double())
+
+    @cached_property
+    def scored(self) -> Tensor:
+        """[R] bool: has a reward and at least one trainable token, so group statistics count it."""
+        return ~torch.isnan(self.reward) & (self.trainable > 0)
+
+    @property
+    def groups(self) -> int:
+        """P, the number of prompts."""
+        return int(self.group.max()) + 1 if len(self) else 0
+
+    def row_sum(self, values: Tensor) -> Tensor:
+        """[R] sums of [N] values over each response, in the values' dtype."""
+        return values.new_zeros(len(self)).index_add_(0, self.row, values)
+
+    def row_mean(self, values: Tensor) -> Tensor:
+        """[R] float64 means over each response's trainable tokens; 0 where it has none."""
+        total = self.row_sum(torch.where(self.mask, values.double(), 0.0))
+        return total / self.trainable.clamp(min=1)
+
+    def name(self, row: int) -> str:
+        """How messages and records call the group of a response."""
+        group = int(self.group[row])
+        return self.names[group] if self.names else str(group)
+
+
+def _offsets(length: Tensor) -> Tensor:
+    return torch.cat([length.new_zeros(1), length.cumsum(0)])
+
+
+def _within(length: Tensor) -> Tensor:
+    """0, 1, … inside each run of the given lengths."""
+    start = torch.repeat_interleave(length.cumsum(0) - length, length)
+    return torch.arange(int(length.sum())) - start
+
+
+def _same_shape(field: str, value: Tensor, like: Tensor) -> Tensor:
+    if value.shape != like.shape:
+        raise InputError(
+            field, f"shape {tuple(value.shape)}", f"shape {tuple(like.shape)}, that of `present`"
+        )
+    return value
+
+
+def _flatten(
+    field: str, rows: Sequence[Sequence[float | None]], lengths: list[int], dtype: torch.dtype
+) -> Tensor:
+    if len(rows) != len(lengths):
+        raise InputError(field, f"{len(rows)} rows", f"{len(lengths)}, one a response")
+    for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
+        if len(row) != n:
+            raise InputError(f"{field} of row {i}", f"{len(row)} values", f"{n}, one a token")
+    flat = torch.tensor([torch.nan if value is None else value for row in rows for value in row])
+    if not dtype.is_floating_point and flat.is_floating_point() and len(flat):
+        raise InputError(field, "fractions or missing values", "whole numbers")
+    return flat.to(dtype)
+
+
+def _check(b: Rollouts) -> None:
+    """Raises InputError at the first field that is not what the class promises."""
+    n, r = b.token_ids.numel(), max(b.offsets.numel() - 1, 0)
+    shapes = {
+        "token_ids": (b.token_ids, n, (torch.int64,)),
+        "offsets": (b.offsets, r + 1, (torch.int64,)),
+        "group": (b.group, r, (torch.int64,)),
+        "reward": (b.reward, r, (torch.float32, torch.float64)),
+        "mask": (b.mask, n, (torch.bool,)),
+        "truncated": (b.truncated, r, (torch.bool,)),
+        "old_logprob": (b.old_logprob, n, (torch.float32, torch.float64)),
+        "ref_logprob": (b.ref_logprob, n, (torch.float32, torch.float64)),
+        "entropy": (b.entropy, n, (torch.float32, torch.float64)),
+        "boundary": (b.boundary, n, (torch.bool,)),
+        "char_start": (b.char_start, n, (torch.int64,)),
+    }
+    for field, (value, size, dtypes) in shapes.items():
+        if value is None:
+            continue
+        if value.shape != (size,):
+            raise InputError(field, f"shape {tuple(value.shape)}", f"shape ({size},)")
+        if value.dtype not in dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+            got = f"dtype {str(value.dtype).removeprefix('torch.')}"
+            raise InputError(field, got, wanted, "convert it before, so that no precision is lost unseen")
+        if value.device.type != "cpu":
+            raise InputError(field, f"a tensor on {value.device}", "one on the CPU", "pass `tensor.cpu()`")
+    if b.offsets[0] != 0 or b.offsets[-1] != n or (b.offsets[1:] < b.offsets[:-1]).any():
+        raise InputError("offsets", b.offsets.tolist()[:8], f"R+1 numbers from 0 to {n}, never falling")
+    if torch.isinf(b.reward).any():
+        row = int(torch.isinf(b.reward).nonzero()[0])
+        raise InputError(
+            f"reward of row {row}",
+            float(b.reward[row]),
+            "a finite number, or NaN where the verifier abstained",
+        )
+    if r and not torch.equal(torch.unique(b.group), torch.arange(int(b.group.max()) + 1)):
+        raise InputError("group", torch.unique(b.group).tolist()[:8], "every number from 0 to P-1")
+    for field, value, low, high in (
+        ("old_logprob", b.old_logprob, -torch.inf, _ROUNDING),
+        ("ref_logprob", b.ref_logprob, -torch.inf, _ROUNDING),
+        ("entropy", b.entropy, -_ROUNDING, torch.inf),
+    ):
+        if value is None:
+            continue
+        bad = b.mask & ~(torch.isfinite(value) & (value >= low) & (value <= high))
+        if bad.any():
+            at = int(bad.nonzero()[0])
+            row = int(torch.searchsorted(b.offsets, at, right=True)) - 1
+            where = f"{float(value[at])} at row {row}, position {at - int(b.offsets[row])}"
+            raise InputError(field, where, f"a finite number from {low} to {high} on every trainable token")
+    for field, items, size in (
+        ("prompt_ids", b.prompt_ids, b.groups),
+        ("names", b.names, b.groups),
+        ("text", b.text, r),
+        ("path", b.path, r),
+    ):
+        if items is not None and len(items) != size:
+            raise InputError(field, f"{len(items)} entries", f"{size}")
+    if b.char_start is not None:
+        if b.text is None:
+            raise InputError("text", "nothing", "the text that `char_start` counts in")
+        falls = (b.char_start.diff() < 0) & (b.row.diff() == 0)
+        if falls.any():
+            row = int(b.row[falls.nonzero()[0]])
+            raise InputError(
+                f"char_start of row {row}", "a value below the one before", "values that never fall"
+            )
