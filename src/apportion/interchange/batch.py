@@ -1,0 +1,180 @@
+"""A whole interchange file as one batch: what the core needs of it, and the core's errors with line numbers.
+
+Shapes: _R responses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+from apportion.credit.method import CreditMethod
+from apportion.credit.record import Credit
+from apportion.errors import InputError
+from apportion.groups import group_stats
+from apportion.interchange.rows import Row, check, measured_states
+from apportion.measure.plan import Continuations, Evidence, Job
+from apportion.rollouts import Rollouts
+
+# VinePPO measures every response's prompt, so a scored row without a single entry was forgotten. Other
+# methods may have found nothing to measure in a row.
+_MEASURES_EVERY_ROW = frozenset({"vineppo"})
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a file, in its order. The whole file is one batch.
+
+    Attributes:
+        rows: the objects as they came.
+        lines: the line number of each, from 1; blank lines count.
+        rollouts: R responses, in the order of `rows`. A field that only some rows have is None in it.
+        evidence: what was measured. `continuations` is None where no row has that list.
+        absent: field name → the first line that lacks it, for fields that not every row has.
+    """
+
+    rows: Sequence[Row]
+    lines: Sequence[int]
+    rollouts: Rollouts
+    evidence: Evidence
+    absent: Mapping[str, int]
+
+
+def read(numbered: Iterable[tuple[int, Row]]) -> Batch:
+    """The batch of (line number, object) pairs, as `objects` yields them.
+
+    Raises:
+        InputError: no row at all, or a missing field, wrong type, length or range; names field and line.
+    """
+    rows: list[Row] = []
+    lines: list[int] = []
+    entries: list[tuple[int, int, Sequence[float | None]]] = []
+    measured = False
+    for number, row in numbered:
+        check(row, number)
+        states = measured_states(row, number)
+        measured |= states is not None
+        entries += [(len(rows), position, rewards) for position, rewards in states or []]
+        rows.append(row)
+        lines.append(number)
+    if not rows:
+        raise InputError("the input", "no rows", "one JSON object a line, one line a response")
+    absent = _absent(rows, lines)
+    with lines_for_rows(lines, absent):
+        rollouts = _rollouts(rows)
+        evidence = Evidence(Continuations.from_rewards(rollouts, entries) if measured else None)
+    return Batch(rows, lines, rollouts, evidence, absent)
+
+
+def assign(batch: Batch, method: CreditMethod) -> Credit:
+    """The method's credit for the batch, from its own base and the file's evidence.
+
+    Raises:
+        InputError: something the method needs is missing; names the method, the field and the line.
+    """
+    if method.name in _MEASURES_EVERY_ROW:
+        _check_every_row_measured(batch, method.name)
+    with lines_for_rows(batch.lines, batch.absent):
+        return method.assign(batch.rollouts, batch.evidence, method.base(batch.rollouts))
+
+
+def plan(batch: Batch, method: CreditMethod) -> list[Job]:
+    """What the method would have measured.
+
+    Where it allocates by a pilot, and the file holds the pilot's evidence, its second wave.
+
+    Raises:
+        InputError: something the method needs is missing; names the method, the field and the line.
+    """
+    base, pilot = method.base(batch.rollouts), batch.evidence.continuations
+    with lines_for_rows(batch.lines, batch.absent):
+        if method.settings.get("allocation") == "neyman" and pilot is not None and len(pilot.row):
+            return method.refine(batch.rollouts, base, batch.evidence)
+        return method.plan(batch.rollouts, base)
+
+
+def singletons(batch: Batch) -> list[int]:
+    """Lines of responses that alone have a reward in their group: nothing to compare them with."""
+    alone = group_stats(batch.rollouts).count[batch.rollouts.group] == 1
+    return [batch.lines[i] for i in (alone & batch.rollouts.scored).nonzero()[:, 0].tolist()]
+
+
+def _check_every_row_measured(batch: Batch, method: str) -> None:
+    for i in batch.rollouts.scored.nonzero()[:, 0].tolist():
+        if not (batch.rows[i].get("evidence") or {}).get("continuations"):
+            raise InputError(
+                f"{method}: evidence.continuations of line {batch.lines[i]}", "none",
+                "values at step boundaries", f"measure what `apportion plan --method {method}` lists",
+            )  # fmt: skip
+
+
+def _absent(rows: Sequence[Row], lines: Sequence[int]) -> dict[str, int]:
+    """Field → first line without it. A file marks steps by `boundaries`, or by `text` with `offsets`."""
+
+    def first_without(*names: str) -> int | None:
+        return next((n for row, n in zip(rows, lines, strict=True) if any(row.get(f) is None for f in names)), None)
+
+    lacking = {field: first_without(field) for field in ("old_logprob", "ref_logprob", "entropy", "path")}
+    marked = any(row.get("boundaries") is not None for row in rows)
+    lacking["boundaries"] = first_without("boundaries") if marked else first_without("text", "offsets")
+    return {field: line for field, line in lacking.items() if line is not None}
+
+
+def _rollouts(rows: Sequence[Row]) -> Rollouts:
+    def column(field: str) -> list[Any] | None:
+        values = [row.get(field) for row in rows]
+        return None if any(value is None for value in values) else values
+
+    def measured(field: str) -> list[list[float]] | None:
+        # Null stands only where the mask is 0, and NaN is stored as 0 there.
+        lists = column(field)
+        return lists and [[nan if v is None else v for v in values] if None in values else values for values in lists]
+
+    length = [len(row["token_ids"]) for row in rows]
+    marks, text, starts, path = (column(f) for f in ("boundaries", "text", "offsets", "path"))
+    if marks is None and any(row.get("boundaries") is not None for row in rows):
+        # The host marks steps and forgot some rows: their text is no second opinion.
+        starts = None
+    return Rollouts.from_lists(
+        [row["token_ids"] for row in rows],
+        [row["group"] for row in rows],
+        [row["reward"] for row in rows],
+        mask=[row.get("mask") or [1] * n for row, n in zip(rows, length, strict=True)],
+        truncated=[row.get("finish") == "length" for row in rows],
+        old_logprob=measured("old_logprob"),
+        ref_logprob=measured("ref_logprob"),
+        entropy=measured("entropy"),
+        boundary=marks and [_flags(m, n) for m, n in zip(marks, length, strict=True)],
+        text=text and tuple(text),
+        char_start=text and starts,
+        path=path and tuple(tuple(map(str, nodes)) for nodes in path),
+    )
+
+
+def _flags(positions: Sequence[int], length: int) -> list[bool]:
+    at = set(positions)
+    return [position in at for position in range(length)]
+
+
+@contextmanager
+def lines_for_rows(lines: Sequence[int], absent: Mapping[str, int]) -> Iterator[None]:
+    """The core counts responses from 0 and knows no file: its errors are raised again with line numbers.
+
+    Where a method misses a field (it calls that `method: field`), the first line without it is named.
+    """
+
+    def at_line(text: object) -> str:
+        return re.sub(r"\brow (\d+)", lambda match: f"line {lines[int(match[1])]}", str(text))
+
+    try:
+        yield
+    except InputError as error:
+        field = at_line(error.field)
+        line = absent.get(field.rpartition(": ")[2])
+        if line is not None:
+            field += f" of line {line}"
+        raise InputError(field, at_line(error.got), error.expected, error.fix) from None
