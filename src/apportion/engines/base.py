@@ -1,0 +1,97 @@
+"""What an engine is asked and what it answers. Everything is keyed, nothing is positional."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from apportion.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the rollouts were sampled; probes are sampled the same way.
+
+    Attributes:
+        temperature: > 0. Logits are upcast to float32 before they are divided by it.
+        top_k: 0 keeps all. top_p: 1 keeps all. min_p: 0 keeps all.
+        repetition_penalty: 1 for none; counts prompt and response, as transformers does.
+        stop_ids: token ids that end a response; the stop token is part of it.
+
+    Raises:
+        InputError: a setting outside its range.
+    """
+
+    stop_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+            ("temperature", self.temperature > 0, "above 0 (for greedy decoding set top_k=1)"),
+            ("top_k", self.top_k >= 0, "at least 0, which keeps all"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and up to 1, which keeps all"),
+            ("min_p", 0 <= self.min_p <= 1, "0, which keeps all, to 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 for none"),
+        ):
+            if not ok:
+                raise InputError(f"sampling.{name}", getattr(self, name), expected)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Names one state to continue: results are matched by it and random streams are drawn from it.
+
+    Attributes:
+        run: the run's seed or name; step: optimiser step; prompt: the prompt's occurrence in that step;
+        sample: the response's number in its group; position: tokens of the response that are kept.
+    """
+
+    run: str
+    step: int
+    prompt: str
+    sample: int
+    position: int
+
+    def stream(self, m: int) -> int:
+        """The 64-bit seed of continuation m: a hash of the key, so no order, split or retry changes it."""
+        text = "\x1f".join(map(str, (self.run, self.step, self.prompt, self.sample, self.position, m)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Continue `prefix_ids` (prompt and response so far, never text) `samples` times, numbered from `first`.
+
+    Each continuation may use `budget` new tokens.
+    """
+
+    key: Key
+    prefix_ids: tuple[int, ...] = field(repr=False)
+    samples: int
+    budget: int
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Continuation `m` of a key. `finish` is "length" where the budget ran out before a stop token."""
+
+    key: Key
+    m: int
+    token_ids: tuple[int, ...]
+    finish: Literal["stop", "length"]
+    rescued: bool = False
+
+
+class ContinuationEngine(Protocol):
+    """Answers continuation requests, in any order."""
+
+    def continuations(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Continuation]:
+        """Yields every continuation of every request, as each finishes."""
+        ...

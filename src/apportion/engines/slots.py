@@ -1,0 +1,171 @@
+"""Where the transformers engine keeps keys and values, and what runs in the slots.
+
+Shapes: _S slots, _B running rows (the first slots), _H heads, _W columns, _D head size, _V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from apportion.engines.base import Continuation, Request, Sampling
+from apportion.engines.sampling import uniforms
+
+
+class SlotLayer(DynamicLayer):
+    """Keys and values of one layer, allocated once; each row is a continuation with a length of its own.
+
+    Row b's tokens lie in columns 0 … length−1: padding is on the right, so that a slot can be handed to
+    another prefix without touching its neighbours, and nothing is copied to make room for a token. Unused
+    columns hold finite numbers, for the attention mask to multiply by 0.
+    """
+
+    rows_B: Tensor
+    length_B: Tensor
+    width: int
+
+    def __init__(self, like: DynamicLayer, slots: int, width: int) -> None:
+        super().__init__()
+        assert like.keys is not None and like.values is not None
+        self.keys, self.values = (t.new_zeros((slots, t.shape[1], width, t.shape[3])) for t in (like.keys, like.values))
+        self.device, self.dtype, self.is_initialized = like.keys.device, like.keys.dtype, True
+
+    def update(self, keys_BH1D: Tensor, values_BH1D: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Writes one token a row behind its last one; returns the (B, H, W, D) columns in use."""
+        out = []
+        for room_SHWD, new_BH1D in ((self.keys, keys_BH1D), (self.values, values_BH1D)):
+            room_SHWD[self.rows_B, :, self.length_B] = new_BH1D[:, :, 0]
+            out.append(room_SHWD[: len(self.rows_B), :, : self.width])
+        return out[0], out[1]
+
+    def get_seq_length(self) -> int:
+        # The query counts as the last column: causality then allows all of them, and the mask decides alone.
+        return self.width - 1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.width, 0
+
+
+class SlotCache(Cache):
+    """A `SlotLayer` for each layer of the model, made when the first prefix is placed."""
+
+    def __init__(self, slots: int, width: int) -> None:
+        super().__init__(layers=[])
+        self.layers: list[SlotLayer] = []
+        self.slots, self.width = slots, width
+
+    def place(self, slots: Sequence[int], prefilled: Cache, row: int, length: int) -> None:
+        """Gives these slots the first `length` tokens of one row of a prefilled cache."""
+        self.layers = self.layers or [SlotLayer(layer, self.slots, self.width) for layer in prefilled.layers]
+        for layer, source in zip(self.layers, prefilled.layers, strict=True):
+            layer.keys[slots, :, :length] = source.keys[row, :, :length]
+            layer.values[slots, :, :length] = source.values[row, :, :length]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies one slot's first `length` tokens to another."""
+        for layer in self.layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
+
+    def aim(self, length_B: Tensor, width: int) -> None:
+        """Sets where the next forward of B rows writes, row b at `length_B[b]`, and the columns in use."""
+        rows_B = torch.arange(len(length_B), device=length_B.device)
+        for layer in self.layers:
+            layer.rows_B, layer.length_B, layer.width = rows_B, length_B, width
+
+
+@dataclass
+class Trunk:
+    """A prefix that is prefilled once, and the requests whose prefixes are its opening or all of it."""
+
+    ids: tuple[int, ...]
+    requests: list[Request] = field(default_factory=list)
+
+    @property
+    def budget(self) -> int:
+        return max(request.budget for request in self.requests)
+
+
+def trunks_of(requests: Sequence[Request]) -> list[Trunk]:
+    """Folds requests into trunks, a response's earlier pivots into its last one; longest budget first."""
+    out: list[Trunk] = []
+    # In falling lexicographic order a prefix follows directly after everything that extends it.
+    for request in sorted(requests, key=lambda r: r.prefix_ids, reverse=True):
+        if not out or out[-1].ids[: len(request.prefix_ids)] != request.prefix_ids:
+            out.append(Trunk(request.prefix_ids))
+        out[-1].requests.append(request)
+    for trunk in out:
+        trunk.requests.sort(key=lambda r: -r.budget)
+    return sorted(out, key=lambda t: -t.budget)
+
+
+@dataclass
+class Run:
+    """One continuation under way. `seen`: [V] bool, the tokens so far, under a repetition penalty."""
+
+    request: Request
+    m: int
+    uniforms: np.ndarray
+    seen: Tensor | None
+    tokens: list[int] = field(default_factory=list)
+    finish: Literal["stop", "length"] = "length"
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys are in the cache: all but the last, which the next forward feeds."""
+        return len(self.request.prefix_ids) + len(self.tokens) - 1
+
+    @property
+    def next_uniform(self) -> float:
+        # A finished row that is still fed draws past its budget; what it draws is dropped.
+        return self.uniforms[min(len(self.tokens), len(self.uniforms) - 1)]
+
+    @property
+    def result(self) -> Continuation:
+        return Continuation(self.request.key, self.m, tuple(self.tokens), self.finish)
+
+    @property
+    def over(self) -> bool:
+        return self.finish == "stop" or len(self.tokens) == self.request.budget
+
+    def take(self, token: int, stop_ids: Collection[int]) -> None:
+        """Appends a token."""
+        self.tokens.append(token)
+        if self.seen is not None:
+            self.seen[token] = True
+        if token in stop_ids:
+            self.finish = "stop"
+
+
+def runs_of(request: Request, sampling: Sampling, vocabulary: int, device: torch.device) -> list[Run]:
+    """The continuations that a request asks for, before their first token."""
+    seen_V = None
+    if sampling.repetition_penalty != 1:
+        seen_V = torch.zeros(vocabulary, dtype=torch.bool)
+        seen_V[list(request.prefix_ids)] = True
+        seen_V = seen_V.to(device)
+    return [
+        Run(request, m, uniforms(request.key, m, request.budget), None if seen_V is None else seen_V.clone())
+        for m in range(request.first, request.first + request.samples)
+    ]
+
+
+@dataclass
+class Ready:
+    """Continuations of a request that have a first token and wait for slots, and the row they start from."""
+
+    cache: Cache
+    row: int
+    runs: list[Run]
+
+
+def seen_of(runs: Sequence[Run]) -> Tensor | None:
+    """(B, V) bool: the tokens each run has seen, or None without a repetition penalty."""
+    seen = [run.seen for run in runs if run.seen is not None]
+    return torch.stack(seen) if seen else None

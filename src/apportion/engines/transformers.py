@@ -1,0 +1,269 @@
+"""Continuations from a transformers model in memory: one prefill a prefix, continuations decoded together.
+
+Shapes: _T trunks (distinct prefixes of one prefill), _E ends of requests in them, _Q these requests,
+_M continuations of a request, _B running continuations, _W columns of the cache, _N tokens, _V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from apportion.engines.base import Continuation, Request, Sampling
+from apportion.engines.sampling import draw, filtered
+from apportion.engines.slots import Ready, Run, SlotCache, Trunk, runs_of, seen_of, trunks_of
+from apportion.errors import InputError
+from apportion.measure.tokens import token_logprobs_and_entropies
+
+
+class TransformersEngine:
+    """Continues token-id prefixes with a causal language model of transformers, plain or PEFT-wrapped.
+
+    Requests whose prefixes open one another (the pivots of a response) share one prefill. Their continuations
+    start from slices of its cache and are decoded in one batch of slots; a slot whose continuation ends is
+    handed to the next one, longest budgets first, and the batch shrinks when none is left. Tokens are drawn
+    from `uniforms`, so results depend on the key alone, up to rounding of logits in batches of another shape.
+
+    Layers that cannot be sliced by position (a sliding window shorter than the longest sequence, linear
+    attention) make it prefill each request by itself, with the model's own cache.
+
+    The weights are read when a forward runs and nothing outlives a call, so a weight update needs no flush.
+    The model's modes, gradients and torch's random state are left alone; it is in evaluation mode only while
+    this engine computes, not between two results.
+
+    Args:
+        model: hand in the unwrapped model (`accelerator.unwrap_model`), not DDP: ranks make different numbers
+            of forwards.
+        pad_id: any valid token id; its keys and values are never attended to.
+        max_batch: continuations decoded at once.
+        max_cache_tokens: slots times the longest sequence; caps the batch on long sequences.
+        prefill_tokens: padded tokens of one prefill; a longer prefix is prefilled alone.
+
+    Raises:
+        InputError: a setting below 1, PEFT prompt learning (its virtual tokens are no prefix of ids), or a
+            model without `logits_to_keep`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pad_id: int,
+        *,
+        max_batch: int = 256,
+        max_cache_tokens: int = 131_072,
+        prefill_tokens: int = 2_048,
+    ) -> None:
+        limits = {
+            "max_batch": max_batch,
+            "max_cache_tokens": max_cache_tokens,
+            "prefill_tokens": prefill_tokens,
+        }
+        for name, value in limits.items():
+            if value < 1:
+                raise InputError(name, value, "at least 1")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise InputError("model", "PEFT prompt learning", "a plain model or adapters in its layers (LoRA)")
+        self.model: Any = getattr(model, "get_base_model", lambda: model)()
+        accepted = inspect.signature(self.model.forward).parameters
+        if "logits_to_keep" not in accepted:
+            raise InputError("model", type(model).__name__, "a causal language model with `logits_to_keep`")
+        # transformers renamed the argument, and the output field with it, within version 5.
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self.pad_id, self.max_batch = pad_id, max_batch
+        self.max_cache_tokens, self.prefill_tokens = max_cache_tokens, prefill_tokens
+
+    def continuations(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Continuation]:
+        """Yields every continuation of every request, as each finishes.
+
+        Raises:
+            InputError: an empty prefix, a budget below 1, or a request that does not fit `max_cache_tokens`.
+        """
+        requests = [request for request in requests if request.samples]
+        for request in requests:
+            if not request.prefix_ids or request.budget < 1:
+                raise InputError(
+                    f"request {request.key}",
+                    f"{len(request.prefix_ids)} prefix tokens and a budget of {request.budget}",
+                    "at least one of each",
+                )  # fmt: skip
+        longest = max((len(r.prefix_ids) + r.budget for r in requests), default=0)
+        if longest > self.max_cache_tokens:
+            raise InputError("max_cache_tokens", self.max_cache_tokens, f"at least the longest sequence, {longest}")
+        decode = self._decode_slots if self._sliceable(longest) else self._decode_alone
+        work = decode(requests, sampling)
+        modules = list(self.model.modules())
+        while True:
+            with _measuring(modules):
+                done = next(work, None)
+            if done is None:
+                return
+            yield from done
+
+    def score(
+        self, prefix_ids: Sequence[int], from_position: int, temperature: float, chunk: int = 256
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of `prefix_ids[from_position:]` over a prefilled cache of the rest.
+
+        Compared with the trainer's own numbers they show whether probes come from the policy that is trained.
+
+        Returns:
+            Two [N] float32 tensors on the CPU, in nats, at `temperature`, before any top-k, top-p or min-p.
+        """
+        if not 1 <= from_position < len(prefix_ids):
+            raise InputError("from_position", from_position, f"1 to {len(prefix_ids) - 1}")
+        ids_1N = torch.tensor([prefix_ids])
+        # The last token predicts nothing that is asked for.
+        starts = [0, *range(from_position, len(prefix_ids) - 1, chunk), len(prefix_ids) - 1]
+        cache, parts = None, []
+        with _measuring(list(self.model.modules())):
+            for start, stop in pairwise(starts):
+                keep = 1 if start == 0 else stop - start
+                logits_1NV, cache = self._forward(ids_1N[:, start:stop], cache, logits_to_keep=keep)
+                targets_N = ids_1N[0, stop + 1 - keep : stop + 1].to(logits_1NV.device)
+                parts.append(token_logprobs_and_entropies(logits_1NV[0], targets_N, temperature, chunk))
+        logprob, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
+        return logprob, entropy
+
+    def _decode_slots(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Continuation]]:
+        """Continuous batching over slots that start from slices of prefilled trunks."""
+        width = max((len(r.prefix_ids) + r.budget for r in requests), default=1)
+        slots = min(sum(r.samples for r in requests), self.max_batch, self.max_cache_tokens // width)
+        waiting, ready = deque(trunks_of(requests)), deque[Ready]()
+        cache, running, free = SlotCache(slots, width), dict[int, Run](), list(range(slots))
+        while True:
+            while free and (ready or waiting):
+                if not ready:
+                    ended, started = self._prefill(waiting, sampling)
+                    ready.extend(started)
+                    yield ended
+                    continue
+                group = ready[0]
+                count = min(len(free), len(group.runs))
+                taken, free = free[:count], free[count:]
+                cache.place(taken, group.cache, group.row, group.runs[0].cached)
+                running |= {slot: group.runs.pop() for slot in taken}
+                if not group.runs:
+                    ready.popleft()
+            # Nothing waits for slots that are still free: the last rows move there and the batch shrinks.
+            for hole in sorted(free):
+                last = max(running, default=-1)
+                if last < hole:
+                    break
+                cache.move(last, hole, running[last].cached)
+                running[hole] = running.pop(last)
+            if not running:
+                return
+            rows = [running[slot] for slot in range(len(running))]
+            self._extend(rows, self._step(cache, rows), sampling)
+            free = [slot for slot, run in enumerate(rows) if run.over]
+            yield [running.pop(slot).result for slot in free]
+
+    def _prefill(self, waiting: deque[Trunk], sampling: Sampling) -> tuple[list[Continuation], list[Ready]]:
+        """Prefills the next trunks in one forward and draws the first token of all their continuations.
+
+        Returns what that token already ended, and the rest, grouped by request.
+        """
+        trunks = [waiting.popleft()]
+        width = len(trunks[0].ids)
+        while waiting and (len(trunks) + 1) * max(width, len(waiting[0].ids)) <= self.prefill_tokens:
+            trunks.append(waiting.popleft())
+            width = max(width, len(trunks[-1].ids))
+        ids_TW = torch.tensor([[*t.ids, *[self.pad_id] * (width - len(t.ids))] for t in trunks])
+        requests = [request for trunk in trunks for request in trunk.requests]
+        row_Q = [row for row, trunk in enumerate(trunks) for _ in trunk.requests]
+        # No mask: padding is on the right, where causal attention does not look.
+        ends = sorted({len(request.prefix_ids) - 1 for request in requests})
+        logits_TEV, cache = self._forward(
+            ids_TW, DynamicCache(), logits_to_keep=torch.tensor(ends, device=self._device)
+        )
+        logits_QV = logits_TEV[row_Q, [ends.index(len(request.prefix_ids) - 1) for request in requests]]
+        runs_Q = [runs_of(request, sampling, logits_QV.shape[1], self._device) for request in requests]
+        uniform_QM = np.zeros((len(requests), max(map(len, runs_Q))))
+        for uniform_M, runs in zip(uniform_QM, runs_Q, strict=True):
+            uniform_M[: len(runs)] = [run.next_uniform for run in runs]
+        scores_QV = filtered(logits_QV, sampling, seen_of([runs[0] for runs in runs_Q]))
+        tokens_QM = draw(scores_QV, torch.from_numpy(uniform_QM).to(self._device))
+        ended, ready = [], []
+        for row, runs, tokens in zip(row_Q, runs_Q, tokens_QM.tolist(), strict=True):
+            for run, token in zip(runs, tokens, strict=False):
+                run.take(token, sampling.stop_ids)
+            ended += [run.result for run in runs if run.over]
+            if going := [run for run in runs if not run.over]:
+                ready.append(Ready(cache, row, going))
+        return ended, ready
+
+    def _step(self, cache: SlotCache, rows: Sequence[Run]) -> Tensor:
+        """(B, V) logits after the last token of each running continuation."""
+        length_B = torch.tensor([run.cached for run in rows], device=self._device)
+        width = max(run.cached for run in rows) + 1
+        cache.aim(length_B, width)
+        logits_B1V, _ = self._forward(
+            torch.tensor([[run.tokens[-1]] for run in rows]), cache, logits_to_keep=1,
+            attention_mask=torch.arange(width, device=self._device) <= length_B[:, None],
+            position_ids=length_B[:, None],
+        )  # fmt: skip
+        return logits_B1V[:, -1]
+
+    def _decode_alone(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Continuation]]:
+        """Each request in a batch of its own, rows of one length, with the model's own kind of cache."""
+        for request in sorted(requests, key=lambda r: -r.budget):
+            at_once = min(self.max_batch, self.max_cache_tokens // (len(request.prefix_ids) + request.budget))
+            runs_M = runs_of(request, sampling, self.model.config.get_text_config().vocab_size, self._device)
+            for runs in (runs_M[i : i + at_once] for i in range(0, len(runs_M), at_once)):
+                ids_BN, cache = torch.tensor([request.prefix_ids] * len(runs)), None
+                going = list(runs)
+                while going:
+                    logits_B1V, cache = self._forward(ids_BN, cache, logits_to_keep=1)
+                    # Rows that ended stay in the batch, ignored: not every cache can drop a row.
+                    self._extend(runs, logits_B1V[:, -1], sampling)
+                    ids_BN = torch.tensor([[run.tokens[-1]] for run in runs])
+                    yield [run.result for run in going if run.over]
+                    going = [run for run in going if not run.over]
+
+    def _extend(self, runs: Sequence[Run], logits_BV: Tensor, sampling: Sampling) -> None:
+        """Draws a token for each continuation that is not over."""
+        u_B1 = torch.tensor([[run.next_uniform] for run in runs], dtype=torch.float64, device=self._device)
+        tokens_B1 = draw(filtered(logits_BV, sampling, seen_of(runs)), u_B1)
+        for run, token in zip(runs, tokens_B1[:, 0].tolist(), strict=True):
+            if not run.over:
+                run.take(token, sampling.stop_ids)
+
+    def _forward(self, ids_BN: Tensor, cache: Cache | None, **rest: Any) -> tuple[Tensor, Cache]:
+        out = self.model(input_ids=ids_BN.to(self._device), use_cache=True, **{self._cache_name: cache}, **rest)
+        return out.logits, getattr(out, self._cache_name)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    def _sliceable(self, longest: int) -> bool:
+        """Whether every layer keeps every key of sequences this long, in the order of their tokens."""
+        layers = DynamicCache(config=self.model.config).layers
+        return all(
+            type(layer) is DynamicLayer
+            or (type(layer) is DynamicSlidingWindowLayer and longest <= layer.sliding_window)
+            for layer in layers
+        )
+
+
+@contextmanager
+def _measuring(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Evaluation mode, so neither dropout nor checkpointing, and no gradients; modes are put back after."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
