@@ -1,0 +1,325 @@
+"""Is the prediction's tree the same answer as the gold's? One rule for each pair of node kinds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from apportion.verify import scalars
+from apportion.verify.nodes import Assign, Clock, Group, Interval, Matrix, Node, Raw, Relation, Scalar, Text, Union
+from apportion.verify.numerals import Numeral, same_numeral
+from apportion.verify.structure import as_list, is_symbol, words
+
+if TYPE_CHECKING:
+    from apportion.verify.math import MathSettings
+
+NO_SOLUTION = frozenset({"no solution", "no solutions", "no real solution", "no real solutions", "empty set"})
+_FUNCTION_VALUE = re.compile(r"[a-z]\([a-z]\)")
+_HUNDRED = Fraction(1, 100)
+
+
+def unreadable(node: Node) -> str | None:
+    """Why a tree cannot be compared except word for word; None when every part of it was read."""
+    if isinstance(node, Raw):
+        return node.reason
+    if isinstance(node, Scalar):
+        return None if node.numeral else _unreadable_latex(node.latex)
+    if isinstance(node, Relation) and node.region is None:
+        return _unreadable_latex(node.left) or _unreadable_latex(node.right)
+    return next((reason for child in _children(node) if (reason := unreadable(child))), None)
+
+
+def _unreadable_latex(latex: str) -> str | None:
+    if latex == r"\ldots":
+        return None
+    try:
+        scalars.parse_scalar(latex)
+    except scalars.Unreadable as error:
+        return f"{error}: {latex[:80]!r}"
+    return None
+
+
+def _children(node: Node) -> Iterator[Node]:
+    match node:
+        case Group(items=items) | Union(parts=items):
+            yield from items
+        case Interval(low=low, high=high):
+            yield from (low, high)
+        case Assign(value=value):
+            yield value
+        case Relation(region=region) if region is not None:
+            yield region
+        case Matrix(rows=rows):
+            for row in rows:
+                yield from row
+
+
+class Comparison:
+    """Compares trees under one `MathSettings`. Not symmetric: a gold may be given back in another form (a line's
+    equation rearranged), a prediction may not restate the problem (gold x = 5, prediction 2x = 10)."""
+
+    def __init__(self, settings: MathSettings) -> None:
+        self.settings = settings
+
+    def same(self, gold: Node, prediction: Node) -> bool:
+        """Whether `prediction` is the answer `gold`. Raises nothing; what cannot be read is not the same."""
+        try:
+            return self._same(gold, prediction)
+        except scalars.Unreadable:
+            return False
+
+    def _same(self, gold: Node, pred: Node) -> bool:
+        if isinstance(gold, Raw) or isinstance(pred, Raw):
+            return False
+        if isinstance(gold, Text) or isinstance(pred, Text):
+            return self._same_text(gold, pred)
+        if isinstance(gold, Scalar) and isinstance(pred, Scalar):
+            return self._same_scalar(gold, pred)
+        if isinstance(gold, Assign | Relation) or isinstance(pred, Assign | Relation):
+            return self._same_statement(gold, pred)
+        if isinstance(gold, Interval) and isinstance(pred, Interval):
+            return self._same_interval(gold, pred)
+        if isinstance(gold, Matrix) and isinstance(pred, Matrix):
+            return self._same_matrix(gold, pred)
+        if isinstance(gold, Clock) or isinstance(pred, Clock):
+            return self._same_clock(gold, pred)
+        if isinstance(gold, Union) or isinstance(pred, Union):
+            return self._same_union(gold, pred)
+        return self._same_group(gold, pred)
+
+    def _same_text(self, gold: Node, pred: Node) -> bool:
+        if {_words(gold), _words(pred)} & NO_SOLUTION:
+            return all(node == Group("set", ()) or _words(node) in NO_SOLUTION for node in (gold, pred))
+        return _words(gold) is not None and _words(gold) == _words(pred)
+
+    # --- numbers and formulas ---------------------------------------------------------------------------------
+
+    def _same_scalar(self, gold: Scalar, pred: Scalar) -> bool:
+        rule = self.settings.units
+        if gold.unit != pred.unit and rule != "ignored" and (rule == "required" or (gold.unit and pred.unit)):
+            return False
+        degrees = [node.unit == "deg" for node in (gold, pred)]
+        if self._same_amount(gold, pred):
+            return True
+        # 180° and π are one angle.
+        return degrees[0] != degrees[1] and self._same_formula(
+            _times(gold, scalars.DEGREE if degrees[0] else 1), _times(pred, scalars.DEGREE if degrees[1] else 1)
+        )
+
+    def _same_amount(self, gold: Scalar, pred: Scalar) -> bool:
+        rule = self.settings.percent
+        if gold.percent == pred.percent:
+            return self._same_scaled(gold, pred, 1, 1)
+        factors = (_HUNDRED if gold.percent else 1, _HUNDRED if pred.percent else 1)
+        return (rule in ("either", "fraction") and self._same_scaled(gold, pred, *factors)) or (
+            rule in ("either", "sign") and self._same_scaled(gold, pred, 1, 1)
+        )
+
+    def _same_scaled(self, gold: Scalar, pred: Scalar, by_gold: Fraction | int, by_pred: Fraction | int) -> bool:
+        if gold.numeral and pred.numeral:
+            return same_numeral(_scaled(gold.numeral, by_gold), _scaled(pred.numeral, by_pred), self.settings.rel_tol)
+        if gold.latex == pred.latex and by_gold == by_pred:
+            return True
+        return self._same_formula(_times(gold, by_gold), _times(pred, by_pred))
+
+    def _same_formula(self, gold: Any, pred: Any) -> bool:
+        return scalars.same_value(gold, pred, self.settings.rel_tol)
+
+    # --- equations and inequalities ---------------------------------------------------------------------------
+
+    def _same_statement(self, gold: Node, pred: Node) -> bool:
+        if isinstance(gold, Assign) and isinstance(pred, Assign):
+            if _same_name(gold.name, pred.name):
+                return self._same(gold.value, pred.value)
+            return self._same_equation(gold, pred)
+        if isinstance(gold, Relation) and isinstance(pred, Relation) and not (gold.region and pred.region):
+            return self._same_relation(gold, pred)
+        if _is_equation(gold) and _is_equation(pred):
+            return self._same_equation(gold, pred)
+        (gold_name, gold_value), (pred_name, pred_value) = _content(gold), _content(pred)
+        if gold_value is None or pred_value is None or (gold_name and pred_name and gold_name != pred_name):
+            return False
+        inequality = isinstance(gold, Relation) or isinstance(pred, Relation)
+        if inequality and not (isinstance(gold, Relation) and isinstance(pred, Relation)):
+            if self.settings.intervals == "strict":
+                return False
+        elif self.settings.names == "required" and gold_name != pred_name:
+            return False
+        return self._same(gold_value, pred_value)
+
+    def _same_relation(self, gold: Relation, pred: Relation) -> bool:
+        if gold.op != pred.op:
+            return False
+        sides = [scalars.parse_scalar(side) for side in (gold.left, gold.right, pred.left, pred.right)]
+        return scalars.same_relation(sides, self.settings.rel_tol, sign=gold.op in ("<", "le"))
+
+    def _same_equation(self, gold: Node, pred: Node) -> bool:
+        equations = [_equation(node) for node in (gold, pred)]
+        if equations[0] is None or equations[1] is None:
+            return False
+        if isinstance(gold, Assign) and is_symbol(gold.name) and not _has_unknowns(gold.value):
+            # x = 5 is a solution; an equation that has it as its solution is not one.
+            return False
+        sides = [scalars.parse_scalar(side) for equation in equations if equation for side in equation]
+        return scalars.same_relation(sides, self.settings.rel_tol, sign=False)
+
+    # --- sets, lists, intervals -------------------------------------------------------------------------------
+
+    def _same_interval(self, gold: Interval, pred: Interval) -> bool:
+        return (gold.open_low, gold.open_high) == (pred.open_low, pred.open_high) and (
+            self._same(gold.low, pred.low) and self._same(gold.high, pred.high)
+        )
+
+    def _same_matrix(self, gold: Matrix, pred: Matrix) -> bool:
+        return [len(row) for row in gold.rows] == [len(row) for row in pred.rows] and all(
+            self._same(a, b) for rows in zip(gold.rows, pred.rows, strict=True) for a, b in zip(*rows, strict=True)
+        )
+
+    def _same_clock(self, gold: Node, pred: Node) -> bool:
+        if not isinstance(gold, Clock) or not isinstance(pred, Clock):
+            return False
+        if self.settings.units == "required" and gold.half != pred.half:
+            return False
+        if (gold.half is None) == (pred.half is None):
+            return _on_24h(gold) == _on_24h(pred)
+        return (gold.minutes, gold.seconds) == (pred.minutes, pred.seconds) or _on_24h(gold) == _on_24h(pred)
+
+    def _same_union(self, gold: Node, pred: Node) -> bool:
+        return self._matched(_parts(gold), _parts(pred))
+
+    def _same_group(self, gold: Node, pred: Node) -> bool:
+        if isinstance(gold, Group) and not isinstance(pred, Group):
+            pred = as_list(pred)
+        elif isinstance(pred, Group) and not isinstance(gold, Group):
+            gold = as_list(gold)
+        a, b = _items(gold), _items(pred)
+        if a is None or b is None:
+            return False
+        (kind_a, items_a), (kind_b, items_b) = a, b
+        kinds = {kind_a, kind_b}
+        if "ratio" in kinds:
+            return self._same_ratio(gold, pred)
+        if "tuple" in kinds:
+            # A bare list may leave out the brackets of a tuple, never its order.
+            return "set" not in kinds and "one" not in kinds and self._in_order(items_a, items_b)
+        if kind_a == "set" or kind_b == "set":
+            return self._matched(self._distinct(items_a), self._distinct(items_b))
+        if self.settings.order == "given" or any(_is_ellipsis(item) for item in (*items_a, *items_b)):
+            return self._in_order(items_a, items_b)
+        return self._matched(items_a, items_b)
+
+    def _same_ratio(self, gold: Node, pred: Node) -> bool:
+        """3:6 and 1:2 are one ratio, and so is the fraction 1/2; with an ellipsis the terms must be the same."""
+        a, b = (list(n.items) if isinstance(n, Group) and n.kind == "ratio" else [n] for n in (gold, pred))
+        if any(_is_ellipsis(item) for item in (*a, *b)):
+            return self._in_order(a, b)
+        if len(a) == 1 and len(b) == 2:
+            a = [*a, Scalar("1", Numeral(Fraction(1)))]
+        elif len(b) == 1 and len(a) == 2:
+            b = [*b, Scalar("1", Numeral(Fraction(1)))]
+        if len(a) != len(b) or not all(isinstance(item, Scalar) for item in (*a, *b)):
+            return False
+        values_a, values_b = ([_times(item, 1) for item in side if isinstance(item, Scalar)] for side in (a, b))
+        pairs = zip(values_a, values_b, strict=True)
+        return all(self._same_formula(x * values_b[0], y * values_a[0]) for x, y in pairs)
+
+    def _in_order(self, a: Sequence[Node], b: Sequence[Node]) -> bool:
+        return len(a) == len(b) and all(self._same(x, y) for x, y in zip(a, b, strict=True))
+
+    def _matched(self, a: Sequence[Node], b: Sequence[Node]) -> bool:
+        """Every item of `a` has a partner of its own in `b`. Equality is close to transitive, so the first
+        partner found will do."""
+        left = list(b)
+        if len(a) != len(left):
+            return False
+        for item in a:
+            partner = next((k for k, other in enumerate(left) if self.same(item, other)), None)
+            if partner is None:
+                return False
+            left.pop(partner)
+        return True
+
+    def _distinct(self, items: Sequence[Node]) -> list[Node]:
+        kept: list[Node] = []
+        for item in items:
+            if not any(self.same(item, other) for other in kept):
+                kept.append(item)
+        return kept
+
+
+def _times(node: Scalar, factor: Any) -> Any:
+    expression = scalars.parse_scalar(node.latex)
+    return expression if factor == 1 else expression * factor
+
+
+def _scaled(numeral: Numeral, factor: Fraction | int) -> Numeral:
+    return numeral if factor == 1 else Numeral(numeral.value * factor, numeral.approximate)
+
+
+def _words(node: Node) -> str | None:
+    if isinstance(node, Text):
+        return node.words
+    return words(node.latex) if isinstance(node, Scalar) and node.latex.replace(" ", "").isalnum() else None
+
+
+def _is_ellipsis(node: Node) -> bool:
+    return isinstance(node, Scalar) and node.latex == r"\ldots"
+
+
+def _is_equation(node: Node) -> bool:
+    return isinstance(node, Assign) or (isinstance(node, Relation) and node.op == "=")
+
+
+def _same_name(gold: str, pred: str) -> bool:
+    """y = ... and f(x) = ... introduce the same function."""
+    return gold == pred or any(a == "y" and _FUNCTION_VALUE.fullmatch(b) for a, b in ((gold, pred), (pred, gold)))
+
+
+def _equation(node: Node) -> tuple[str, str] | None:
+    if isinstance(node, Assign):
+        return node.sides
+    return (node.left, node.right) if isinstance(node, Relation) and node.op == "=" else None
+
+
+def _has_unknowns(value: Node) -> bool:
+    return isinstance(value, Scalar) and bool(getattr(scalars.parse_scalar(value.latex), "free_symbols", ()))
+
+
+def _content(node: Node) -> tuple[str, Node | None]:
+    """What a statement says about its one variable; a bare answer says it about no name."""
+    match node:
+        case Assign(name=name, value=value):
+            return name, value
+        case Relation(name=name, region=region):
+            return name, region
+    return "", node
+
+
+def _parts(node: Node) -> list[Node]:
+    """Parts of a union of sets. "x < 1 or x > 3" is a list of regions."""
+    if isinstance(node, Union):
+        return list(node.parts)
+    if isinstance(node, Group) and node.kind == "list":
+        regions = [region for item in node.items if (region := _content(item)[1]) is not None]
+        return regions if len(regions) == len(node.items) else []
+    return [node]
+
+
+def _items(node: Node) -> tuple[str, list[Node]] | None:
+    match node:
+        case Group(kind=kind, items=items):
+            return kind, list(items)
+        case Interval(low=low, high=high, pair=True):
+            return "tuple", [low, high]
+        case Scalar() | Text():
+            return "one", [node]
+    return None
+
+
+def _on_24h(clock: Clock) -> tuple[int, int]:
+    minutes = clock.minutes
+    if clock.half is not None:
+        minutes = minutes % 720 + (720 if clock.half == "p" else 0)
+    return minutes, clock.seconds

@@ -1,0 +1,155 @@
+"""Mathematical answers: math-verify behind rules that say what counts as the same answer.
+
+`decide` is the whole judgement and runs in a child process (`pool`): a formula may take for ever. `quick` settles
+what needs no computer algebra (same spelling, plain numerals) in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, get_args, get_type_hints
+
+from apportion.errors import InputError, nearest
+from apportion.verify.extract import final_answer
+from apportion.verify.normalise import canonical, normalise
+from apportion.verify.numerals import read_numeral, same_numeral
+from apportion.verify.pool import shared_pool
+from apportion.verify.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class MathSettings:
+    """What counts as the same answer. [ours]
+
+    Attributes:
+        rel_tol: relative tolerance where a decimal is in play; exact values are compared exactly, and zero is
+            close to nothing but zero. Two decimals with the same number of places are compared exactly.
+        percent: 28% equals 28 and 0.28 ("either"), only 28 ("sign"), only 0.28 ("fraction"), only 28% ("strict").
+        units: a unit may be left out on one side, but two units must be the same ("optional"); both sides must
+            carry the same one ("required"); units are not looked at ("ignored"). Degrees, currencies and am/pm
+            are units.
+        intervals: x ≥ 2 equals [2, ∞) ("either"), or an inequality answers only an inequality ("strict").
+        order: order in a bare comma list does not matter ("any") or does ("given"). In (a, b) it always does, in
+            {a, b} never.
+        names: x = 5 equals 5 ("optional") or not ("required"). x = 5 never equals y = 5.
+        max_chars: longer answers are wrong unread.
+        wall_s: seconds for one answer in the child process.
+        memory_mb: address space of the child process, MiB.
+    """
+
+    rel_tol: float = 1e-6
+    percent: Literal["either", "sign", "fraction", "strict"] = "either"
+    units: Literal["optional", "required", "ignored"] = "optional"
+    intervals: Literal["either", "strict"] = "either"
+    order: Literal["any", "given"] = "any"
+    names: Literal["optional", "required"] = "optional"
+    max_chars: int = 4000
+    wall_s: float = 5.0
+    memory_mb: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            choices = get_args(hint)
+            value = getattr(self, name)
+            if choices and value not in choices:
+                close = nearest(str(value), choices)
+                raise InputError(name, repr(value), f"one of {', '.join(choices)}{close}")
+        if not 0 <= self.rel_tol < 1:
+            raise InputError("rel_tol", self.rel_tol, "a number from 0 up to 1")
+
+
+def gold_answers(gold: object) -> list[str]:
+    """Accepted answers of a gold: one string or number, or a list of them (any one will do), boxes taken off."""
+    listed = gold if isinstance(gold, Sequence) and not isinstance(gold, str) else [gold]
+    texts = [str(item) for item in listed if item is not None]
+    return [answer for text in texts if (answer := final_answer(text) or text.strip())]
+
+
+def quick(golds: Sequence[str], answer: str, settings: MathSettings) -> Verdict | None:
+    """The verdict where spelling or plain arithmetic settles it, else None."""
+    key, numeral = canonical(answer), read_numeral(normalise(answer))
+    for gold in golds:
+        if canonical(gold) == key:
+            return Verdict("correct", "same spelling", gold, answer)
+        gold_numeral = read_numeral(normalise(gold))
+        if numeral and gold_numeral and same_numeral(gold_numeral, numeral, settings.rel_tol):
+            return Verdict("correct", "same number", gold, answer)
+    if numeral and all(read_numeral(normalise(gold)) for gold in golds):
+        return Verdict("wrong", "another number", " | ".join(golds), answer)
+    return None
+
+
+def decide(golds: Sequence[str], answer: str, settings: MathSettings, stage: Callable[[str], None]) -> Verdict:
+    """The full judgement; slow and unbounded, for the child process. `stage` hears "gold", "prediction",
+    "compare" before each part, so that whoever kills this process knows which part it hung in."""
+    from apportion.verify.equality import Comparison, unreadable
+    from apportion.verify.structure import read
+
+    shown = " | ".join(golds)
+    stage("gold")
+    trees = {gold: read(normalise(gold)) for gold in golds}
+    readable = {gold: tree for gold, tree in trees.items() if unreadable(tree) is None}
+    if not readable:
+        reason = unreadable(trees[golds[0]])
+        return Verdict("abstain", f"the gold cannot be read: {reason}", shown, answer)
+    stage("prediction")
+    prediction = read(normalise(answer))
+    if (reason := unreadable(prediction)) is not None:
+        return Verdict("wrong", f"the prediction cannot be read: {reason}", shown, answer)
+    stage("compare")
+    comparison = Comparison(settings)
+    for gold, tree in readable.items():
+        if comparison.same(tree, prediction):
+            return Verdict("correct", "equal", gold, answer)
+    return Verdict("wrong", "not equal", shown, answer)
+
+
+def unreadable_gold(golds: Sequence[str]) -> str | None:
+    """Why no accepted answer can be compared except word for word; for the child process."""
+    from apportion.verify.equality import unreadable
+    from apportion.verify.structure import read
+
+    reasons = [unreadable(read(normalise(gold))) for gold in golds]
+    return None if None in reasons else reasons[0]
+
+
+def grade(gold: object, prediction: str, settings: MathSettings) -> Verdict:
+    """Grade one prediction; formulas go to the shared pool of child processes.
+
+    A child that hangs, runs out of memory or dies makes the verdict "wrong" when it had finished with the gold (the
+    prediction is then what broke it: abstaining would reward answers that hang), and "abstain" before that, or
+    when the machine starved it.
+    """
+    golds = gold_answers(gold)
+    if not golds:
+        return Verdict("abstain", "the gold is empty")
+    shown = " | ".join(golds)
+    answer = final_answer(prediction)
+    if answer is None:
+        return Verdict("wrong", "no answer found", shown, None)
+    if len(answer) > settings.max_chars:
+        return Verdict("wrong", f"an answer of {len(answer)} characters", shown, answer[:100])
+    if (verdict := quick(golds, answer, settings)) is not None:
+        return verdict
+    job = {"task": "math", "golds": golds, "answer": answer, "settings": asdict(settings)}
+    outcome = shared_pool(settings.memory_mb).run(job, settings.wall_s)
+    if outcome.state == "done":
+        return Verdict(**outcome.value)
+    why = f"{outcome.reason} while reading the {outcome.stage or 'job'}" + (
+        f" ({outcome.detail})" if outcome.detail else ""
+    )
+    if outcome.stage in ("prediction", "compare") and outcome.reason != "starved":
+        return Verdict("wrong", why, shown, answer)
+    return Verdict("abstain", why, shown, answer)
+
+
+def check_gold(gold: object, settings: MathSettings) -> str | None:
+    """Why a gold cannot be compared except word for word; None when it can."""
+    golds = gold_answers(gold)
+    if not golds:
+        return "the gold is empty"
+    if any(read_numeral(normalise(one)) for one in golds):
+        return None
+    outcome = shared_pool(settings.memory_mb).run({"task": "check_math", "golds": golds}, settings.wall_s)
+    return outcome.value if outcome.state == "done" else f"{outcome.reason} while reading the gold"

@@ -1,0 +1,233 @@
+"""Formulas through math-verify's parser, compared by value. Imported only where computer algebra is allowed.
+
+math-verify reads the LaTeX (in a box, so that nothing is searched for inside it); the comparison is ours, because
+its own rounds to six decimals and chops small numbers to zero, and `simplify` on unequal formulas takes seconds.
+Two formulas are equal when they agree, to 20 digits, at fixed points wherever both are real; constants must besides
+have a difference that is zero to 300 digits. A formula that disagrees anywhere is refuted in milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.math_normalization import NormalizationConfig
+from math_verify import parse, verify
+from math_verify.parser import LatexExtractionConfig
+from sympy.core.function import AppliedUndef
+
+# Timeouts are ours (the parent kills); math-verify warns about that at every start.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+DIGITS = 30
+EXACT_TOL = 1e-20
+EXACT_DIGITS = 300
+
+# Its unit stripping takes `t` off `3t`; its "nits" are covered by `numerals`.
+_CONFIG = LatexExtractionConfig(
+    boxed_match_priority=0,
+    normalization_config=NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="last", equations=False
+    ),
+)
+_FUNCTIONS = "arcsin|arccos|arctan|arccot|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
+_PREPARE = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?<![A-Za-z])(?:np|math|sympy)\.", ""),
+        (rf"(?<![\\A-Za-z{{])({_FUNCTIONS})(?=[A-Za-z]?(?![A-Za-z]))", r"\\\1 "),
+        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\(sin|cos|tan|ln|log|exp|arcsin|arccos|arctan) ?\{ ?([^{}]*) ?\}", r"\\\1(\2)"),
+        # A degree sign inside a formula is a factor; the parser would drop it.
+        (r"(\d+(?:\.\d+)?) ?\^ ?\\circ", r"(\\frac{\1\\pi}{180})"),
+        # The parser takes 2(3) for a mixed number, and drops primes.
+        (r"(\d) ?\(", r"\1\\cdot("),
+        (r"([A-Za-z])''", r"\1_{9992}"),
+        (r"([A-Za-z])'", r"\1_{9991}"),
+        (r"(?<=\d),(?=\d{3}(?!\d))", ""),
+        (r"\\div(?![A-Za-z])", "/"),
+    )
+)
+
+
+class Unreadable(ValueError):
+    """The parser does not read this formula as a whole."""
+
+
+@lru_cache(maxsize=4096)
+def parse_scalar(latex: str) -> Any:
+    """The sympy object of a normalised formula. Raises `Unreadable`; never returns a part of the formula."""
+    if re.search(r"\\(?![A-Za-z{}|&])", latex):
+        raise Unreadable("a stray backslash")
+    if re.search(r"\d \d", latex):
+        raise Unreadable("two numbers side by side")
+    if latex.count("{") != latex.count("}") or latex.count("(") != latex.count(")"):
+        raise Unreadable("brackets do not balance")
+    prepared = latex
+    for pattern, replacement in _PREPARE:
+        prepared = pattern.sub(replacement, prepared)
+    found = parse(
+        rf"\boxed{{{prepared}}}",
+        [_CONFIG],
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=0,
+    )
+    if len(found) != 1 or isinstance(found[0], str):
+        raise Unreadable("math-verify does not parse it")
+    return _tidy(found[0])
+
+
+def _tidy(expression: Any) -> Any:
+    """f(x) as one unknown, the letter i as the imaginary unit and e as Euler's number; integrals worked out."""
+    if not isinstance(expression, sympy.Expr):
+        return expression
+    calls = {call: sympy.Symbol(f"call_{call}", real=True) for call in expression.atoms(AppliedUndef)}
+    letters = {s: {"i": sympy.I, "e": sympy.E}[s.name] for s in expression.free_symbols if s.name in ("i", "e")}
+    if calls or letters:
+        expression = expression.subs({**calls, **letters})
+    # The real cube root of −8, not the principal one.
+    expression = expression.replace(_is_odd_root_of_negative, _real_root)
+    expression = expression.replace(lambda part: isinstance(part, sympy.Sum | sympy.Product), _series)
+    if expression.has(sympy.Integral, sympy.Derivative, sympy.Limit):
+        expression = expression.doit()
+    return expression
+
+
+def _series(series: Any) -> Any:
+    """An infinite series in some unknown, as its general term: evaluating one may never end, and two are the same
+    answer when their terms and their first indices are."""
+    index, first, last = series.limits[0]
+    if last != sympy.oo or len(series.limits) > 1 or not series.free_symbols:
+        return series.doit()
+    term = series.function.subs(index, sympy.Symbol("index_of_series", real=True))
+    return sympy.Symbol(f"{type(series).__name__}_from_{first}", real=True) * term
+
+
+def _is_odd_root_of_negative(node: Any) -> bool:
+    return bool(
+        node.is_Pow and node.exp.is_Rational and node.exp.q > 1 and node.exp.q % 2 and node.base.is_number
+        and node.base.is_negative
+    )  # fmt: skip
+
+
+def _real_root(power: Any) -> Any:
+    return (-1) ** power.exp.p * (-power.base) ** power.exp
+
+
+# Values of the free symbols: mixed signs, and whole numbers for formulas that hold over the integers only.
+_POINTS: tuple[tuple[str, ...], ...] = (
+    ("1.3719", "0.7243", "2.1187", "1.6331", "0.4519", "3.2381", "2.7113"),
+    ("0.6173", "1.8929", "0.3371", "2.3957", "1.1423", "0.8117", "1.4717"),
+    ("-1.2347", "-0.5813", "-2.0219", "-0.8741", "-1.7431", "-0.2963", "-1.3973"),
+    ("2.5171", "-1.1317", "0.9187", "-1.5519", "1.2713", "-0.6547", "0.3779"),
+    ("5", "3", "7", "2", "11", "4", "6"),
+    ("4", "2", "3", "5", "6", "8", "9"),
+    ("11.731", "17.293", "8.517", "23.119", "6.871", "13.337", "9.173"),
+)
+
+
+def _number(value: Any) -> complex | None:
+    """A finite complex number, exact zero for what evaluation cannot tell from zero; None for the rest."""
+    if not getattr(value, "is_number", False) or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
+        return None
+    return value
+
+
+def _evaluate(expression: Any, symbols: Sequence[Any], point: Sequence[str]) -> Any:
+    at = {symbol: sympy.Rational(point[k % len(point)]) + k // len(point) for k, symbol in enumerate(symbols)}
+    try:
+        value = expression.subs(at).evalf(DIGITS)
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError, NotImplementedError):
+        return None
+    return _number(value)
+
+
+def _real(value: Any) -> bool:
+    imaginary = sympy.im(value)
+    return imaginary == 0 or abs(imaginary) < EXACT_TOL * abs(value)
+
+
+def _zero(value: Any) -> bool:
+    # evalf marks a result that it could not tell from zero with a precision of one bit.
+    return all(part == 0 or getattr(part, "_prec", 0) == 1 for part in value.as_real_imag())
+
+
+def _agree(a: Any, b: Any, tolerance: float) -> bool:
+    if _zero(a) or _zero(b):
+        return _zero(a) and _zero(b)
+    return bool(abs(a - b) <= tolerance * sympy.Max(abs(a), abs(b)))
+
+
+def _tolerance(rel_tol: float, *expressions: Any) -> float:
+    return rel_tol if any(expression.has(sympy.Float) for expression in expressions) else EXACT_TOL
+
+
+def _samples(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Values of both at every point where both are defined: where both are real, if there are such points."""
+    symbols = sorted(a.free_symbols | b.free_symbols, key=lambda symbol: symbol.name)
+    points = _POINTS if symbols else _POINTS[:1]
+    values = [(_evaluate(a, symbols, point), _evaluate(b, symbols, point)) for point in points]
+    defined = [(x, y) for x, y in values if x is not None and y is not None]
+    return [(x, y) for x, y in defined if _real(x) and _real(y)] or defined
+
+
+def same_value(a: Any, b: Any, rel_tol: float) -> bool:
+    """Whether two parsed formulas are equal everywhere; a decimal in either is held to `rel_tol` only."""
+    if a == b:
+        return True
+    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
+        return _same_object(a, b, rel_tol)
+    if a.has(sympy.oo, -sympy.oo) or b.has(sympy.oo, -sympy.oo):
+        return bool(a.doit() == b.doit())
+    tolerance = _tolerance(rel_tol, a, b)
+    samples = _samples(a, b)
+    if not samples or not all(_agree(x, y, tolerance) for x, y in samples):
+        return False
+    if tolerance > EXACT_TOL or a.free_symbols or b.free_symbols:
+        return True
+    return _zero_constant(a - b)
+
+
+def _zero_constant(difference: Any) -> bool:
+    """1/2^{200} + 1 is not 1: exact arithmetic for rationals, else zero to `EXACT_DIGITS` digits."""
+    exact = difference.doit()
+    if exact.is_Rational:
+        return bool(exact == 0)
+    return _zero(exact.evalf(5, maxn=EXACT_DIGITS))
+
+
+def _same_object(a: Any, b: Any, rel_tol: float) -> bool:
+    """Matrices entry by entry; sets and whatever else the parser makes are left to math-verify."""
+    if isinstance(a, sympy.MatrixBase) and isinstance(b, sympy.MatrixBase):
+        return a.shape == b.shape and all(same_value(x, y, rel_tol) for x, y in zip(a, b, strict=True))
+    if isinstance(a, sympy.Expr) or isinstance(b, sympy.Expr):
+        return False
+    return bool(verify(a, b, timeout_seconds=0, allow_set_relation_comp=True))
+
+
+def same_relation(sides: Sequence[Any], rel_tol: float, sign: bool) -> bool:
+    """Whether two equations (or, with `sign`, inequalities) say the same: their differences are in a constant ratio
+    (positive for inequalities), after denominators are cleared in equations. `sides`: left and right of the one,
+    then of the other."""
+    try:
+        a, b = sides[0] - sides[1], sides[2] - sides[3]
+        if a.free_symbols != b.free_symbols or not a.free_symbols:
+            return False
+        if not sign:
+            a, b = (sympy.fraction(sympy.together(side))[0] for side in (a, b))
+    except (TypeError, AttributeError):
+        return False
+    ratios = [x / y for x, y in _samples(a, b) if not _zero(x) and not _zero(y)]
+    if len(ratios) < 2 or (sign and not all(_real(ratio) and sympy.re(ratio) > 0 for ratio in ratios)):
+        return False
+    tolerance = _tolerance(rel_tol, a, b)
+    return all(_agree(ratio, ratios[0], tolerance) for ratio in ratios[1:])
+
+
+DEGREE = sympy.pi / 180
