@@ -1,7 +1,8 @@
 """The embedded policy: its files are whole and safe, are what the card says, and are a start to learn from.
 
-Planted faults seen caught, each in a copy: a changed weight; padding on the right; an EOS that differs between
-model and tokenizer; a decoder that puts spaces between tokens; a policy with fresh weights.
+Planted faults seen caught, each in a copy: a changed weight; fresh weights under a card that fits them; padding on
+the right; another EOS in the model's or the generation settings; a BOS; a temperature or top-k default; token type
+ids; a decoder that puts spaces between tokens; an unknown character that becomes another.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def test_card_says_a_start_to_learn_from():
     assert set(CARD["by_operations"]) == {str(count) for count in range(4, 13)}
     start = CARD["by_operations"]["8"]
     assert 0.30 <= start["accuracy"] <= 0.45
-    # A proportion's standard error with the n - 1 that torch's std uses.
-    expected = (start["accuracy"] * (1 - start["accuracy"]) / (start["problems"] - 1)) ** 0.5
-    assert start["stderr"] == pytest.approx(expected, rel=1e-4)
-    assert CARD["groups_of_8"]["mixed_groups"] > 0.8
+    # Over problems: above the binomial error of all responses (those to one problem go together), and below that
+    # of one response a problem (they are not all the same).
+    variance = start["accuracy"] * (1 - start["accuracy"])
+    responses = start["problems"] * start["group"]
+    assert (variance / responses) ** 0.5 < start["stderr"] < (variance / start["problems"]) ** 0.5
+    assert start["group"] == 8 and start["mixed_groups"] > 0.8
 
 
 def test_model_and_tokenizer_agree(policy):
