@@ -1,0 +1,140 @@
+"""Which of TRL's options go together with per-token credit; the others are refused by name before any work.
+
+Proven to work, each by a test: the loss types grpo, bnpo, dr_grpo, dapo, cispo, sapo and (at token level) luspo,
+whose token terms are linear in the token's own advantage; LoRA, gradient accumulation, `num_iterations`,
+`steps_per_generation`, `beta`, `mask_truncated_completions`, `top_entropy_quantile`, checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from apportion.credit.baselines import GRPO, OPO, RLOO, DrGRPO
+from apportion.credit.method import CreditMethod
+from apportion.errors import InputError
+
+if TYPE_CHECKING:
+    from apportion.train.config import CreditConfig
+    from apportion.train.trainer import CreditTrainer
+
+Refusal = tuple[bool, str, object, str, str]
+
+
+def broadcasts(method: CreditMethod) -> bool:
+    """Whether every token of a response gets one advantage, so that everything TRL does to (B,) is right."""
+    return isinstance(method, GRPO | DrGRPO | RLOO | OPO)
+
+
+def measures(method: CreditMethod) -> bool:
+    """Whether the method asks for continuations, which our engine generates with the trainer's own weights."""
+    return "continuations" in method.needs
+
+
+def check_config(args: CreditConfig, method: CreditMethod) -> None:
+    """Raises InputError for the first option that the method cannot be combined with."""
+    per_token = not broadcasts(method)
+    if per_token:
+        _refuse(_per_token(args, method.name))
+    if measures(method):
+        _refuse(_measuring(args, method.name))
+    if method.grouped and not isinstance(method, GRPO) and args.multi_objective_aggregation != "sum_then_normalize":
+        raise InputError(
+            "multi_objective_aggregation", repr(args.multi_objective_aggregation),
+            f"'sum_then_normalize': {method.name} needs the μ and σ of one reward, and rewards that are normalised "
+            "one by one have no common ones",
+            "leave it at its default, or use method='grpo'",
+        )  # fmt: skip
+    if getattr(method, "fresh_budget", 0):
+        raise InputError(
+            "fresh_budget", method.settings["fresh_budget"], "0: a probe here may use what its prefix leaves of "
+            "max_completion_length", "leave it out",
+        )  # fmt: skip
+    if "ref_logprob" in method.needs and args.beta == 0:
+        raise InputError(
+            "beta", 0, f"above 0: {method.name} reads the reference model, which TRL keeps only for a KL term",
+            "set beta=1e-3",
+        )  # fmt: skip
+
+
+def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
+    """The same for what only the trainer's arguments and its launcher decide."""
+    if not measures(method):
+        return
+    columns = getattr(trainer.train_dataset, "column_names", None) or []
+    needs = f"nothing: {method.name} continues prefixes as token ids alone, and "
+    use = "use method='grpo', or leave it out"
+    _refuse(
+        iter(
+            [
+                (bool(trainer.tools), "tools", "functions", needs + "a probe could not call them again", use),
+                (trainer.rollout_func is not None, "rollout_func", "a function",
+                 needs + "a probe cannot go through it", use),
+                (trainer.environment_factories is not None, "environment_factory", "an environment",
+                 needs + "its state at a pivot cannot be restored", use),
+                (trainer._is_vlm or bool({"image", "images"} & set(columns)), "processing_class", "images",
+                 needs + "images would be lost", use),
+                (trainer.is_fsdp_enabled, "fsdp", "sharded parameters",
+                 "one process or DDP: probing a sharded model is not tested", "launch with DDP"),
+                (trainer.is_deepspeed_enabled, "deepspeed", "sharded parameters",
+                 "one process or DDP: probing a sharded model is not tested", "launch with DDP"),
+            ]
+        )
+    )  # fmt: skip
+
+
+def _refuse(rules: Iterator[Refusal]) -> None:
+    for wrong, field, got, expected, fix in rules:
+        if wrong:
+            raise InputError(field, got, expected, fix)
+
+
+def _per_token(args: Any, name: str) -> Iterator[Refusal]:
+    yield (
+        args.importance_sampling_level != "token", "importance_sampling_level", repr(args.importance_sampling_level),
+        f"'token': a sequence-level ratio sees each response's mean advantage only, so {name}'s credit would vanish",
+        "set importance_sampling_level='token', or use method='grpo'",
+    )  # fmt: skip
+    yield (
+        args.loss_type == "vespo", "loss_type", "'vespo'",
+        "grpo, bnpo, dr_grpo, dapo, cispo, sapo or luspo: VESPO picks the weight of a whole response by the sign of "
+        "its advantage, and tokens of both signs would get two weights",
+        "set loss_type='dapo'",
+    )  # fmt: skip
+    yield (
+        args.off_policy_mask_threshold is not None, "off_policy_mask_threshold", args.off_policy_mask_threshold,
+        "None: TRL drops whole responses by the sign of their advantage, and would drop single tokens here",
+        "leave it out",
+    )  # fmt: skip
+    yield (
+        args.use_liger_kernel, "use_liger_kernel", True,
+        "False: releases of TRL whose Liger loss takes one advantage a response are still about",
+        "leave it out; model_init_kwargs={'use_kernels': True} has the layer kernels",
+    )  # fmt: skip
+
+
+def _measuring(args: Any, name: str) -> Iterator[Refusal]:
+    yield (
+        args.use_vllm, "use_vllm", True,
+        f"False: {name}'s probes must come from the policy that sampled the rollouts, and probing through TRL's vLLM "
+        "is not tested",
+        "leave it out",
+    )  # fmt: skip
+    yield (
+        args.use_transformers_continuous_batching, "use_transformers_continuous_batching", True,
+        f"False: it switches the model to paged attention, under which {name}'s probes are not tested",
+        "leave it out",
+    )  # fmt: skip
+    yield (
+        bool(args.generation_kwargs), "generation_kwargs", args.generation_kwargs,
+        "none: probes are sampled as the rollouts are, and know temperature, top_k, top_p, min_p and "
+        "repetition_penalty only",
+        "use those options",
+    )  # fmt: skip
+    yield (
+        bool(args.fsdp), "fsdp", args.fsdp, "nothing: probing a sharded model is not tested", "launch with DDP",
+    )  # fmt: skip
+    yield (
+        bool(args.deepspeed), "deepspeed", "a configuration", "nothing: probing a sharded model is not tested",
+        "launch with DDP",
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""The trainer's configuration: TRL's `GRPOConfig`, the credit method and where to keep the run's records."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar
+
+from trl import GRPOConfig
+
+from apportion.credit.method import CreditMethod
+from apportion.credit.registry import make_method, method_class
+from apportion.errors import InputError, nearest
+from apportion.train.compatibility import check_config
+
+
+@dataclass
+class CreditConfig(GRPOConfig):
+    """`GRPOConfig` with a credit method. Every TRL option means what it means in TRL.
+
+        CreditConfig("out", method="probepo", budget=40, samples=8, learning_rate=1e-6)
+
+    A keyword that is no field of this class is taken for a setting of the method, of whichever method is
+    registered under that name. A setting whose name TRL has taken (`seed`, `epsilon`, `beta`) goes into `credit`:
+    `credit={"seed": 1}`. On a command line or in a file all of them go there.
+
+    Attributes:
+        method: registered name of the credit method (`apportion methods` lists them).
+        credit: the method's settings; what is left out keeps the method's default.
+        run_folder: where metrics.jsonl and the rollouts, evidence and credit of each step are written (see
+            `apportion.records`); None keeps no records.
+        record_every: optimiser steps between recorded batches; metrics are written at every log.
+        probe_rows: most continuations that are generated at a time on one device.
+        rescue_cue: text that a probe cut off by the length limit gets appended before at most `rescue_tokens`
+            greedy tokens ([ours]; ProbePO's appendix C names the rescue). None: no rescue.
+        rescue_answer: regular expression; a probe whose text it is found in has an answer and needs no rescue.
+        rescue_tokens: tokens at the end of the limit that are kept for a rescue.
+        logging_steps: 1 here (10 in TRL), so that every step has its metrics.
+
+    Raises:
+        InputError: an unknown method or setting, a value that its setting does not take, or a TRL option that
+            per-token credit cannot be combined with; the message names it, the reason and the fix.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "credit"]
+
+    method: str = field(default="probepo", metadata={"help": "Registered name of the credit method."})
+    credit: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Settings of the credit method, e.g. '{\"alpha\": 0.5}'."}
+    )
+    run_folder: str | None = field(default=None, metadata={"help": "Folder for the run's records."})
+    record_every: int = field(default=1, metadata={"help": "Optimiser steps between recorded batches."})
+    probe_rows: int = field(default=256, metadata={"help": "Most continuations generated at a time."})
+    rescue_cue: str | None = field(
+        default=None, metadata={"help": "Text appended to a probe that was cut off before its answer."}
+    )
+    rescue_answer: str = field(
+        default=r"\\boxed\s*\{", metadata={"help": "Regular expression that finds an answer in a probe's text."}
+    )
+    rescue_tokens: int = field(default=64, metadata={"help": "Tokens kept for a rescued probe's answer."})
+    logging_steps: float = field(default=1, metadata={"help": "Optimiser steps between logs."})
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        names = {f.name for f in fields(type(self))}
+        settings = {key: kwargs.pop(key) for key in list(kwargs) if key not in names}
+        given = kwargs.get("credit") or {}
+        if settings and isinstance(given, str):
+            raise InputError("credit", "text beside keywords of the method", "one of the two", "pass a dict")
+        if both := sorted(settings.keys() & given):
+            raise InputError(f"credit.{both[0]}", "the setting twice", "it once", "leave it out of `credit`")
+        inherited = {f.name for f in fields(GRPOConfig)}
+        for own in fields(type(self)):
+            if own.name not in inherited:
+                default = own.default_factory() if own.default_factory is not MISSING else own.default
+                setattr(self, own.name, kwargs.pop(own.name, default))
+        if settings:
+            self.credit = {**given, **settings}
+        super().__init__(*args, **{"logging_steps": type(self).logging_steps, **kwargs})
+
+    def __post_init__(self) -> None:
+        method_class(self.method)
+        if self.record_every < 1:
+            raise InputError("record_every", self.record_every, "1 or more", "1 records every step")
+        if self.probe_rows < 1:
+            raise InputError("probe_rows", self.probe_rows, "1 or more")
+        if self.rescue_tokens < 1:
+            raise InputError("rescue_tokens", self.rescue_tokens, "1 or more", "rescue_cue=None turns rescues off")
+        if self.num_generations is not None and self.num_generations < 2:
+            raise InputError(
+                "num_generations", self.num_generations, "at least 2: one response has nothing to be compared with",
+                "set num_generations=8, as the papers do",
+            )  # fmt: skip
+        super().__post_init__()
+        check_config(self, self.make_method())
+
+    def make_method(self) -> CreditMethod:
+        """The credit method with its settings.
+
+        Raises:
+            InputError: an unknown setting, with the nearest name, or a value that the setting does not take.
+        """
+        settings = self.credit or {}
+        if not isinstance(settings, dict):
+            raise InputError("credit", repr(settings), "a JSON object of the method's settings")
+        own = sorted(method_class(self.method).model_fields)
+        for key in settings:
+            if key not in own:
+                known = {*own, *(f.name for f in fields(self))}
+                raise InputError(
+                    key, "an unknown setting",
+                    f"a setting of {self.method} ({', '.join(own)}) or of TRL's GRPOConfig{nearest(key, known)}",
+                )  # fmt: skip
+        return make_method(self.method, settings)
