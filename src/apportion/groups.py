@@ -52,9 +52,7 @@ def group_stats(rollouts: Rollouts, ddof: int = 1) -> GroupStats:
         return torch.zeros(groups, dtype=torch.float64).index_add_(0, group, values)
 
     def extreme(how: str) -> Tensor:
-        return torch.zeros(groups, dtype=torch.float64).scatter_reduce_(
-            0, group, reward, how, include_self=False
-        )
+        return torch.zeros(groups, dtype=torch.float64).scatter_reduce_(0, group, reward, how, include_self=False)
 
     count = total(torch.ones_like(reward))
     mean = total(reward) / count.clamp(min=1)

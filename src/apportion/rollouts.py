@@ -115,9 +115,7 @@ class Rollouts:
             group=torch.tensor([index[name] for name in group], dtype=torch.int64),
             reward=torch.tensor([float("nan") if r is None else r for r in reward], dtype=torch.float64),
             mask=_flatten("mask", ones if mask is None else mask, lengths, torch.bool),
-            truncated=torch.tensor(
-                [False] * len(lengths) if truncated is None else list(truncated), dtype=torch.bool
-            ),
+            truncated=torch.tensor([False] * len(lengths) if truncated is None else list(truncated), dtype=torch.bool),
             names=tuple(str(name) for name in names),
             **rest,
         )
@@ -269,15 +267,11 @@ def _within(length: Tensor) -> Tensor:
 
 def _same_shape(field: str, value: Tensor, like: Tensor) -> Tensor:
     if value.shape != like.shape:
-        raise InputError(
-            field, f"shape {tuple(value.shape)}", f"shape {tuple(like.shape)}, that of `present`"
-        )
+        raise InputError(field, f"shape {tuple(value.shape)}", f"shape {tuple(like.shape)}, that of `present`")
     return value
 
 
-def _flatten(
-    field: str, rows: Sequence[Sequence[float | None]], lengths: list[int], dtype: torch.dtype
-) -> Tensor:
+def _flatten(field: str, rows: Sequence[Sequence[float | None]], lengths: list[int], dtype: torch.dtype) -> Tensor:
     if len(rows) != len(lengths):
         raise InputError(field, f"{len(rows)} rows", f"{len(lengths)}, one a response")
     for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
@@ -354,6 +348,4 @@ def _check(b: Rollouts) -> None:
         falls = (b.char_start.diff() < 0) & (b.row.diff() == 0)
         if falls.any():
             row = int(b.row[falls.nonzero()[0]])
-            raise InputError(
-                f"char_start of row {row}", "a value below the one before", "values that never fall"
-            )
+            raise InputError(f"char_start of row {row}", "a value below the one before", "values that never fall")

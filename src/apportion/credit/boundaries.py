@@ -23,25 +23,30 @@ def step_positions(rollouts: Rollouts, split: Callable[[str], Sequence[int]], me
     """For each response the positions where a step starts after its first token, rising.
 
     Taken from `rollouts.boundary` where the host gives it; else `split` names the characters of the text at
-    which steps start, and each starts at the first token that begins there or later.
+    which steps start, and each starts at the first token that begins there or later. The last token of a
+    response that is not truncated is EOS, and that is no step of its own [paper, VinePPO].
 
     Raises:
         InputError: the batch has neither boundaries nor text with `char_start`.
     """
     bounds = list(pairwise(rollouts.offsets.tolist()))
     if (flags := rollouts.boundary) is not None:
-        found = [flags[a:b].nonzero()[:, 0] for a, b in bounds]
+        found = [flags[a:b].nonzero()[:, 0].tolist() for a, b in bounds]
     elif (text := rollouts.text) is not None and (starts := rollouts.char_start) is not None:
-        found = [char_to_token(starts[a:b], split(t)) for (a, b), t in zip(bounds, text, strict=True)]
+        # EOS belongs to the step before it, whatever its text is; a step may start in no token at all.
+        stopped = (~rollouts.truncated).tolist()
+        tokens = [starts[a : max(a, b - eos)] for (a, b), eos in zip(bounds, stopped, strict=True)]
+        found = [
+            [p for p in char_to_token(own, split(t)).tolist() if p < len(own)]
+            for own, t in zip(tokens, text, strict=True)
+        ]
     else:
         raise InputError(
             f"{method}: boundaries", "none, and no text with offsets to find them in",
             "`boundaries`, or `text` with `offsets`", "give one of them for every row",
         )  # fmt: skip
-    # Two steps may start in one token, and the last in none; a response's own start cuts nothing off.
-    return [
-        sorted({p for p in row.tolist() if 0 < p < b - a}) for row, (a, b) in zip(found, bounds, strict=True)
-    ]
+    # Two steps may start in one token, and a response's own start cuts nothing off.
+    return [sorted({p for p in row if p > 0}) for row in found]
 
 
 def lay_segments(rollouts: Rollouts, pivots: Continuations, keep: Tensor, opening: Tensor) -> Segments:

@@ -47,9 +47,7 @@ class CreditMethod(BaseModel, ABC):
     marks: ClassVar[str]
 
     ddof: int = Field(1, ge=0, le=1, description="σ where no host supplies the base: 1 sample, 0 population")
-    epsilon: float = Field(
-        1e-4, ge=0, allow_inf_nan=False, description="added to σ where no host supplies it"
-    )
+    epsilon: float = Field(1e-4, ge=0, allow_inf_nan=False, description="added to σ where no host supplies it")
 
     def base(self, rollouts: Rollouts) -> Base:
         """The base to spread where there is no host that supplies one: GRPO's, with `ddof` and `epsilon`."""

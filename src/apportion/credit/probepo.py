@@ -52,33 +52,21 @@ class ProbePO(CreditMethod):
     marks: ClassVar[str] = "[paper]; defaults of alpha, n0, min_gap, Neyman allocation [ours]"
 
     alpha: float = Field(0.5, allow_inf_nan=False, description="share of the redistribution that is applied")
-    n0: float = Field(
-        4.0, ge=0, allow_inf_nan=False, description="prior continuations worth of μ; 0: no shrinkage"
-    )
+    n0: float = Field(4.0, ge=0, allow_inf_nan=False, description="prior continuations worth of μ; 0: no shrinkage")
     budget: int = Field(40, ge=1, description="continuations a group (B)")
     samples: int = Field(8, ge=1, description="continuations a pivot (M)")
-    window: int = Field(
-        8, ge=1, description="tokens whose entropy a boundary is scored by (L), and the tail kept"
-    )
-    shortlist: float = Field(
-        0.5, gt=0, le=1, description="share of each response's candidates that is ranked"
-    )
+    window: int = Field(8, ge=1, description="tokens whose entropy a boundary is scored by (L), and the tail kept")
+    shortlist: float = Field(0.5, gt=0, le=1, description="share of each response's candidates that is ranked")
     min_gap: int = Field(16, ge=1, description="candidates closer than this many tokens are merged")
-    placement: Literal["entropy", "random"] = Field(
-        "entropy", description="random: ablation, any interior token"
-    )
+    placement: Literal["entropy", "random"] = Field("entropy", description="random: ablation, any interior token")
     seed: int = Field(0, ge=0, description="of random placement")
-    allocation: Literal["uniform", "neyman"] = Field(
-        "uniform", description="how the budget is split over pivots"
-    )
+    allocation: Literal["uniform", "neyman"] = Field("uniform", description="how the budget is split over pivots")
     pilot: int = Field(2, ge=1, description="continuations a pivot before a Neyman allocation")
 
     @model_validator(mode="after")
     def _affordable(self) -> Self:
         if self.budget < self.samples:
-            raise ValueError(
-                f"budget {self.budget} pays for no pivot: it must be at least samples, {self.samples}"
-            )
+            raise ValueError(f"budget {self.budget} pays for no pivot: it must be at least samples, {self.samples}")
         if self.allocation == "neyman" and self.pilot > self.samples:
             raise ValueError(f"pilot {self.pilot} must not exceed samples, {self.samples}")
         return self
@@ -121,9 +109,9 @@ class ProbePO(CreditMethod):
         shrunk = torch.where(m > 0, (m * segments.raw + self.n0 * mean) / (m + self.n0).clamp(min=1), mean)
         segments, error = take_increments(rollouts, segments, shrunk)
         d = per_token(segments, segments.increment / base.scale[segments.row])
-        d = torch.where(base.live[rollouts.row], d, 0.0)
         residual = self.alpha * (d - rollouts.row_mean(d)[rollouts.row])
-        # In a response without a pivot D is constant, so its residual is 0 and not what rounding leaves.
+        # Where there is no pivot, as in all responses that are not live, D is constant: its residual is 0 and
+        # not what rounding leaves.
         whole = torch.bincount(segments.row, minlength=len(rollouts)) < 2
         residual = residual.masked_fill(whole[rollouts.row], 0.0)
         return Credit.form(
@@ -144,9 +132,7 @@ class ProbePO(CreditMethod):
             row, position = rollouts.row[inside], rollouts.position[inside]
             return row, position, _draws(rollouts, self.seed, row, position)
         if rollouts.entropy is None:
-            raise InputError(
-                "probepo: entropy", "none", "one value a token, in nats", "give `entropy` for every row"
-            )
+            raise InputError("probepo: entropy", "none", "one value a token, in nats", "give `entropy` for every row")
         live, length = base.live.tolist(), rollouts.length.tolist()
         pivots = [
             (i, p)

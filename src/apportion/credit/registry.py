@@ -66,12 +66,17 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> CreditM
     for key in settings:
         if key not in cls.model_fields:
             known = sorted(cls.model_fields)
-            raise InputError(
-                f"{name}.{key}", "an unknown setting", f"one of {', '.join(known)}{nearest(key, known)}"
-            )
+            raise InputError(f"{name}.{key}", "an unknown setting", f"one of {', '.join(known)}{nearest(key, known)}")
     try:
         return cls.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{name}.{where}" if where else name, repr(first["input"]), first["msg"]) from None
+        raise setting_error(name, error) from None
+
+
+def setting_error(prefix: str, error: ValidationError) -> InputError:
+    """The first thing that pydantic found, as an error about the setting `prefix.NAME`."""
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ").split(", unable to")[0]
+    if not first["loc"]:
+        return InputError(prefix, message, "settings that fit together")
+    return InputError(".".join(filter(None, [prefix, *map(str, first["loc"])])), repr(first["input"]), message)

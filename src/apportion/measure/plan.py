@@ -48,9 +48,7 @@ def prefix_digests(rollouts: Rollouts, row: Tensor, position: Tensor) -> list[by
     first = rollouts.offsets[:-1][row]
     out = [b""] * len(row)
     at, seen = -1, 0
-    for start, end, k in sorted(
-        zip(first.tolist(), (first + position).tolist(), range(len(row)), strict=True)
-    ):
+    for start, end, k in sorted(zip(first.tolist(), (first + position).tolist(), range(len(row)), strict=True)):
         if start != at:
             at, seen, state = start, start, hashlib.blake2b(digest_size=16)
         state.update(ids[seen:end].tobytes())
@@ -95,9 +93,7 @@ class Continuations:
         pooled: dict[tuple[int, int], list[float]] = {}
         for row, position, rewards in entries:
             if not 0 <= row < len(lengths):
-                raise InputError(
-                    "evidence.continuations", f"row {row}", f"one of {len(lengths)} rows, from 0"
-                )
+                raise InputError("evidence.continuations", f"row {row}", f"one of {len(lengths)} rows, from 0")
             if not 0 <= position < lengths[row]:
                 raise InputError(
                     f"evidence.continuations of row {row}", f"position {position}",

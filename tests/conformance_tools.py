@@ -1,0 +1,202 @@
+"""What the laws of `conformance` are tried on: batches, an oracle that answers requests, and a work counter.
+
+Rewards of the oracle are a hash of the state's tokens, as a real engine's depend on the state alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from apportion.credit.method import CreditMethod
+from apportion.credit.record import Credit
+from apportion.groups import Base
+from apportion.measure.plan import Continuations, Evidence, Job
+from apportion.rollouts import Rollouts
+
+NAN = float("nan")
+Entries = list[tuple[int, int, list[float | None]]]
+
+
+def rows_batch(rows: Iterable[dict[str, Any]], seed: int = 0) -> Rollouts:
+    """A batch from dicts with `group`, `reward` and either `length` or `mask`; the rest is random."""
+    columns: dict[str, list[Any]] = {
+        name: []
+        for name in (
+            "ids",
+            "group",
+            "reward",
+            "mask",
+            "entropy",
+            "logprob",
+            "ref",
+            "boundary",
+            "chars",
+            "text",
+        )
+    }
+    for number, row in enumerate(rows):
+        fill = random.Random(f"{seed}/{row.get('uid', number)}")
+        mask = row.get("mask", [1] * row.get("length", 0))
+        n = len(mask)
+        columns["ids"].append([fill.randrange(2, 100) for _ in range(n)])
+        columns["group"].append(row["group"])
+        columns["reward"].append(row["reward"])
+        columns["mask"].append(mask)
+        # NaN is what a host may leave where a token was not sampled.
+        columns["entropy"].append([fill.uniform(0, 3) if m else NAN for m in mask])
+        columns["logprob"].append([-fill.uniform(0, 3) if m else NAN for m in mask])
+        columns["ref"].append([-fill.uniform(0, 3) if m else NAN for m in mask])
+        columns["boundary"].append([t % 9 == 5 for t in range(n)])
+        columns["chars"].append(list(range(n)))
+        columns["text"].append("x" * n)
+    return Rollouts.from_lists(
+        columns["ids"], columns["group"], columns["reward"],
+        mask=columns["mask"], entropy=columns["entropy"], old_logprob=columns["logprob"],
+        ref_logprob=columns["ref"], boundary=columns["boundary"], char_start=columns["chars"],
+        text=tuple(columns["text"]),
+    )  # fmt: skip
+
+
+def mixed_batch() -> Rollouts:
+    """Everything at once: mixed, collapsed, single and abstained groups; masked, empty and one-token rows."""
+    tool_call = [1] * 20 + [0] * 6 + [1] * 14
+    return rows_batch(
+        [
+            {"group": "a", "reward": 1.0, "length": 61},
+            {"group": "b", "reward": 0.0, "mask": tool_call},
+            {"group": "single", "reward": 1.0, "length": 30},
+            {"group": "a", "reward": 0.0, "length": 1},
+            {"group": "equal", "reward": 0.5, "length": 33},
+            {"group": "b", "reward": 0.75, "length": 45},
+            {"group": "a", "reward": 0.25, "mask": [0] * 7 + [1] * 40 + [0] * 3},
+            {"group": "abstained", "reward": None, "length": 12},
+            {"group": "b", "reward": None, "length": 26},
+            {"group": "a", "reward": 1.0, "length": 0},
+            {"group": "equal", "reward": 0.5, "length": 8},
+            {"group": "b", "reward": 1.0, "mask": [0] * 10},
+            {"group": "a", "reward": 0.0, "length": 37},
+            {"group": "b", "reward": 0.125, "length": 52},
+            {"group": "abstained", "reward": None, "length": 5},
+        ]
+    )
+
+
+def oracle(rollouts: Rollouts, row: int, position: int, m: int) -> float | None:
+    """The reward of continuation m of a state: a hash of its group and tokens, None now and then."""
+    start = int(rollouts.offsets[row])
+    tokens = rollouts.token_ids[start : start + position].tolist()
+    word = hashlib.blake2b(f"{rollouts.name(row)}/{tokens}/{m}".encode(), digest_size=2).digest()
+    return None if word[0] < 16 else float(word[1] % 5 > 2)
+
+
+def answered(rollouts: Rollouts, jobs: list[Job], first: int = 0) -> Entries:
+    """One entry for every pivot that each job serves."""
+    return [
+        (row, position, [oracle(rollouts, job.row, job.position, first + m) for m in range(job.samples)])
+        for job in jobs
+        for row, position in job.pivots
+    ]
+
+
+def measure(method: CreditMethod, rollouts: Rollouts, base: Base | None = None) -> Entries:
+    """What an engine would bring back for both waves of requests."""
+    base = method.base(rollouts) if base is None else base
+    entries = answered(rollouts, method.plan(rollouts, base))
+    wave = method.refine(rollouts, base, evidence_of(rollouts, entries))
+    return entries + answered(rollouts, wave, first=100)
+
+
+def evidence_of(rollouts: Rollouts, entries: Entries) -> Evidence:
+    return Evidence(continuations=Continuations.from_rewards(rollouts, entries))
+
+
+def credit(
+    method: CreditMethod, rollouts: Rollouts, entries: Entries | None = None, base: Base | None = None
+) -> Credit:
+    """The method's credit, measured first where no entries are given."""
+    base = method.base(rollouts) if base is None else base
+    entries = measure(method, rollouts, base) if entries is None else entries
+    return method.assign(rollouts, evidence_of(rollouts, entries), base)
+
+
+def by_row(rollouts: Rollouts, values: Tensor) -> list[Tensor]:
+    return list(values.split(rollouts.length.tolist()))
+
+
+def assert_rows(got: list[Tensor], wanted: list[Tensor]) -> None:
+    """Equal up to the order in which float64 sums were taken, which float32 shows in its last bit at most."""
+    assert [len(row) for row in got] == [len(row) for row in wanted]
+    for number, (row, other) in enumerate(zip(got, wanted, strict=True)):
+        assert torch.allclose(row, other, rtol=1e-6, atol=1e-7), f"row {number}: {row} is not {other}"
+
+
+def restricted(entries: Entries, rows: list[int]) -> Entries:
+    """Entries of these rows, renumbered to their places in the list."""
+    place = {row: i for i, row in enumerate(rows)}
+    return [(place[row], position, rewards) for row, position, rewards in entries if row in place]
+
+
+def on_subset(method: CreditMethod, rollouts: Rollouts, entries: Entries, rows: list[int]) -> list[Tensor]:
+    """The credit that these rows get when they are the whole batch."""
+    part = rollouts.select(rows)
+    return by_row(part, credit(method, part, restricted(entries, rows)).token)
+
+
+def groups_of(rollouts: Rollouts) -> list[list[int]]:
+    return [(rollouts.group == g).nonzero()[:, 0].tolist() for g in range(rollouts.groups)]
+
+
+def tensors(*records: Any) -> list[Tensor]:
+    values = [getattr(record, field.name) for record in records for field in fields(record)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@dataclass
+class Work:
+    """How much a call did: tensor operations, and Python instructions outside torch."""
+
+    operations: int = 0
+    instructions: int = 0
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.work = work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.work.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def work_of(call: Callable[[], object]) -> Work:
+    """Counts instead of timing, so that a busy machine cannot change the answer."""
+    work = Work()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", __name__):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        work.instructions += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    with _Counter(Work()):
+        call()  # torch imports parts of itself at its first use
+    with _Counter(work):
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(before)
+    return work
