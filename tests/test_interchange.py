@@ -24,9 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apportion import interchange
+from apportion.credit.boundaries import step_positions
 from apportion.credit.registry import make_method
 from apportion.errors import InputError
 from apportion.interchange.lines import _shortest
+from apportion.segments import step_starts
 from strategies import Batch as Drawn
 from strategies import batches
 
@@ -177,11 +179,20 @@ def test_reads_what_the_constructor_takes(drawn: Drawn) -> None:
 def test_only_some_rows_have_a_field() -> None:
     batch = read(as_lines([response(), response(entropy=None, text=None, offsets=None, evidence=None)]))
     assert batch.rollouts.entropy is None
+    # Both rows list their steps, so nothing is missed in a text.
     assert batch.rollouts.char_start is None
     assert batch.evidence.continuations is not None
     assert batch.absent == {"entropy": 2}
     assert read(as_lines([response(evidence={"belief": []})])).evidence.continuations is None
-    assert read(as_lines([response(boundaries=None), response()])).absent == {"boundaries": 1}
+    assert read(as_lines([response(boundaries=None), response()])).absent == {}
+    assert read(as_lines([response(boundaries=None, offsets=None), response()])).absent == {"boundaries": 1}
+
+
+def test_each_row_marks_its_steps_in_its_own_way() -> None:
+    # "ab\n\ncd" with tokens at 0, 1, 4, 6: its own text starts a step at token 2, and the list says token 1.
+    listed = response(boundaries=[1], text=None, offsets=None)
+    rollouts = read(as_lines([response(boundaries=None), listed, response(boundaries=[])])).rollouts
+    assert step_positions(rollouts, step_starts, "probepo") == [[2], [1], []]
 
 
 def entry(**change: Any) -> dict[str, Any]:
@@ -260,8 +271,8 @@ def test_reward_must_be_there_but_may_be_null() -> None:
         (b"[1, 2]", "line 2: got \\[1, 2\\]; expected one JSON object"),
         (b"null", "line 2: got null"),
         (b"true false", "line 2: got invalid JSON"),
-        (b'{"reward": NaN}', "line 2: got invalid JSON \\(NaN is not JSON; write null\\)"),
-        (b'{"note": [-Infinity]}', "line 2: got invalid JSON \\(-Infinity is not JSON"),
+        (b'{"reward": NaN}', "reward of line 2: got NaN; expected a number that JSON has, or null"),
+        (b'{"note": [0, {"x": -Infinity}]}', r"note\[1\].x of line 2: got -Infinity"),
         (b'{"group": "\xff"}', "line 2: got bytes that are not UTF-8"),
         (b'{"a": ' * 100_000, "line 2: got invalid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "line 2: got invalid JSON"),
@@ -374,8 +385,8 @@ def test_only_what_is_needed() -> None:
     ("change", "method", "message"),
     [
         ({"entropy": None}, "probepo", "probepo: entropy of line 2"),
-        ({"boundaries": None}, "probepo", "probepo: boundaries of line 2"),
-        ({"boundaries": None}, "vineppo", "vineppo: boundaries of line 2"),
+        ({"boundaries": None, "text": None, "offsets": None}, "probepo", "probepo: boundaries of line 2"),
+        ({"boundaries": None, "text": None, "offsets": None}, "vineppo", "vineppo: boundaries of line 2"),
     ],
 )
 def test_plan_names_what_is_missing(change: dict[str, Any], method: str, message: str) -> None:

@@ -55,6 +55,12 @@ class Bytes:
         return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
 
 
+def step_candidates(starts, text: str, min_gap: int = 16, tail: int = 8) -> list[int]:
+    """ProbePO's candidates (Stage 2), as its plan puts the pieces together."""
+    found = set(segments.char_to_token(starts, segments.step_starts(text)).tolist()) - {0}
+    return segments.keep_tail(segments.merge_close(found, min_gap), len(starts), tail)
+
+
 def offsets_of(*pieces: str) -> tuple[list[int], str]:
     return segments.token_offsets(Pieces(*pieces), range(len(pieces)))
 
@@ -200,7 +206,6 @@ def test_boundary_inside_a_token_goes_to_the_next():
     starts, text = offsets_of("ab", ".\n\nC", "d")
     assert segments.step_starts(text) == [5]
     assert segments.char_to_token(starts, [5]).tolist() == [2]
-    assert segments.token_step(starts, [5]).tolist() == [0, 0, 1]
 
 
 def test_boundary_at_a_split_character_takes_its_first_token():
@@ -212,33 +217,26 @@ def test_boundary_at_a_split_character_takes_its_first_token():
         5,
         6,
     ]
-    assert segments.token_step(starts, [3, 4]).tolist() == [0, 0, 1, 1, 1, 2]
 
 
-def test_eos_copies_the_last_step_and_an_unowned_step_is_skipped():
+def test_a_step_may_hold_no_token():
     starts, text = offsets_of("a\n", "b\nc\n", "d\n", "<eos>")
     steps = segments.vineppo_steps(text[: starts[-1]])
     assert steps == [2, 4, 6]  # c's step has no token of its own
-    assert segments.token_step(starts, steps).tolist() == [0, 1, 3, 3]
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.lists(st.integers(0, 45), max_size=10))
 def test_searches_against_loops(starts, offsets):
-    starts, steps = sorted(starts), sorted(offsets)
+    starts = sorted(starts)
     first = [next((t for t, start in enumerate(starts) if start >= offset), len(starts)) for offset in offsets]
     assert segments.char_to_token(starts, offsets).tolist() == first
-    assert segments.token_step(starts, steps).tolist() == [sum(step <= start for step in steps) for start in starts]
 
 
 def test_wrong_starts_are_named():
     with pytest.raises(ValueError, match=r"token_starts: 5 is followed by 0 at position 2"):
         segments.char_to_token([0, 5, 0], [1])
-    with pytest.raises(ValueError, match="step_starts: 3 is followed by 1"):
-        segments.token_step([0, 1], [3, 1])
     with pytest.raises(ValueError, match=r"token_starts: got shape \(1, 2\)"):
         segments.char_to_token(torch.tensor([[0, 1]]), [1])
-    with pytest.raises(ValueError, match="token_starts: the last token starts at character 9, expected at most 4"):
-        segments.step_candidates([0, 9], "abcd")
 
 
 @pytest.mark.parametrize(
@@ -320,24 +318,24 @@ def test_candidates_from_tokens():
     # Tokens 0–4 "w", 5 "\n", 6 "\n" (one break, two tokens), 7–11, 12 "\n\n", 13–29, 30 "\n\n", 31–36.
     pieces = ["w"] * 5 + ["\n", "\n"] + ["w"] * 5 + ["\n\n"] + ["w"] * 17 + ["\n\n"] + ["w"] * 6
     starts, text = offsets_of(*pieces)
-    assert segments.step_candidates(starts, text, min_gap=1, tail=1) == [7, 13, 31]
-    assert segments.step_candidates(starts, text, min_gap=16, tail=1) == [7, 31]
-    assert segments.step_candidates(starts, text) == [7]  # 37 − 31 = 6 < 8
-    assert segments.step_candidates(torch.tensor(starts), text, tail=6) == [7, 31]
+    assert step_candidates(starts, text, min_gap=1, tail=1) == [7, 13, 31]
+    assert step_candidates(starts, text, min_gap=16, tail=1) == [7, 31]
+    assert step_candidates(starts, text) == [7]  # 37 − 31 = 6 < 8
+    assert step_candidates(torch.tensor(starts), text, tail=6) == [7, 31]
 
 
 def test_two_breaks_in_one_token_are_one_candidate_and_the_terminal_break_none():
     starts, text = offsets_of("a", "\n\nb\n\n", "c", "d", "\n\n")
     assert segments.step_starts(text) == [3, 6]
-    assert segments.step_candidates(starts, text, min_gap=1, tail=1) == [2]
-    assert segments.step_candidates([], "") == []
+    assert step_candidates(starts, text, min_gap=1, tail=1) == [2]
+    assert step_candidates([], "") == []
 
 
 def test_position_zero_is_no_candidate_and_swallows_none():
     # Tokens that start at 3, 4, 5, …: the step at 3 lands on token 0, the one at 5 on token 2.
     text = "a\n\nb\n- c" + "d" * 30
     assert segments.step_starts(text) == [3, 5]
-    assert segments.step_candidates(range(3, 30), text, min_gap=16, tail=1) == [2]
+    assert step_candidates(range(3, 30), text, min_gap=16, tail=1) == [2]
 
 
 def test_prefix_stays_ids():
@@ -352,8 +350,8 @@ def test_prefix_stays_ids():
 )
 def test_candidate_laws(pieces, min_gap, tail):
     starts, text = offsets_of(*pieces)
-    kept = segments.step_candidates(starts, text, min_gap, tail)
-    everything = segments.step_candidates(starts, text, 1, 1)
+    kept = step_candidates(starts, text, min_gap, tail)
+    everything = step_candidates(starts, text, 1, 1)
     assert set(kept) <= set(everything)
     assert all(0 < position <= len(starts) - tail for position in kept)
     assert all(later - earlier >= min_gap for earlier, later in pairwise(kept))

@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,7 @@ class RunFolder:
 
 
 def _spans(rollouts: Rollouts) -> list[tuple[int, int]]:
-    offsets = rollouts.offsets.tolist()
-    return list(zip(offsets[:-1], offsets[1:], strict=True))
+    return list(pairwise(rollouts.offsets.tolist()))
 
 
 def _part(values: Any, a: int, b: int) -> list[Any] | None:

@@ -48,6 +48,7 @@ class Rollouts:
         entropy: [N] entropy, in nats, of the distribution that produced each token.
         prompt_ids: P tensors of prompt tokens.
         boundary: [N] bool, True where the host says that a new step starts.
+        bounded: [R] bool, the responses that `boundary` speaks for; all of them where left out.
         text: R decoded responses.
         char_start: [N] int64, the character of `text` at which each token starts; never falls in a response.
         path: R tuples of node ids, for tree rollouts.
@@ -68,6 +69,7 @@ class Rollouts:
     entropy: Tensor | None = None
     prompt_ids: tuple[Tensor, ...] | None = None
     boundary: Tensor | None = None
+    bounded: Tensor | None = None
     text: tuple[str, ...] | None = None
     char_start: Tensor | None = None
     path: tuple[tuple[str, ...], ...] | None = None
@@ -204,7 +206,7 @@ class Rollouts:
             elif field in ("text", "path"):
                 change[field] = tuple(value[i] for i in index.tolist())
             else:
-                change[field] = value[index if field in ("reward", "truncated") else token]
+                change[field] = value[index if field in ("reward", "truncated", "bounded") else token]
         return replace(self, **change)
 
     def __len__(self) -> int:
@@ -297,6 +299,7 @@ def _check(b: Rollouts) -> None:
         "ref_logprob": (b.ref_logprob, n, (torch.float32, torch.float64)),
         "entropy": (b.entropy, n, (torch.float32, torch.float64)),
         "boundary": (b.boundary, n, (torch.bool,)),
+        "bounded": (b.bounded, r, (torch.bool,)),
         "char_start": (b.char_start, n, (torch.int64,)),
     }
     for field, (value, size, dtypes) in shapes.items():

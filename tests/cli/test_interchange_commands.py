@@ -99,7 +99,7 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path: Path) -> None:
         ("\n\n", ["the input", "no rows"]),
         ("[1]\n", ["line 1", "one JSON object"]),
         ('{"group": "a",\n', ["line 1", "invalid JSON"]),
-        ('{"group": "a", "reward": NaN, "token_ids": []}\n', ["line 1", "NaN is not JSON"]),
+        ('{"group": "a", "reward": NaN, "token_ids": []}\n', ["reward of line 1", "NaN"]),
     ],
 )
 def test_bad_files(text: str, parts: list[str]) -> None:

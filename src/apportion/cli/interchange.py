@@ -55,6 +55,8 @@ def assign(source: Source, method: Method, setting: Settings = None, output: Out
     lost = credit.counts.get("dropped_pivots", 0)
     if lost:
         say("warning", f"{lost} pivots without a single graded continuation were dropped")
+    if unmeasured := credit.counts.get("unmeasured_tokens", 0):
+        say("warning", f"{unmeasured} tokens stand before their response's first measured state and get 0")
     # All lines are made before the first is written, so that an error leaves nothing half written.
     lines = list(tracked(interchange.credit_lines(batch, credit), "rows made ready"))
     with whole_file(output) as file:

@@ -21,6 +21,8 @@ from apportion.rollouts import Rollouts
 class _Broadcast(CreditMethod):
     """A method that gives every token of a response the same advantage."""
 
+    per_token: ClassVar[bool] = False
+
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         return Credit.form(
             rollouts, self.advantage(rollouts, base),

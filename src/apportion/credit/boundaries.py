@@ -22,29 +22,29 @@ from apportion.segments import char_to_token
 def step_positions(rollouts: Rollouts, split: Callable[[str], Sequence[int]], method: str) -> list[list[int]]:
     """For each response the positions where a step starts after its first token, rising.
 
-    Taken from `rollouts.boundary` where the host gives it; else `split` names the characters of the text at
-    which steps start, and each starts at the first token that begins there or later. The last token of a
-    response that is not truncated is EOS, and that is no step of its own [paper, VinePPO].
+    Taken from `rollouts.boundary` where the host gives it for the response; else `split` names the characters of
+    its text at which steps start, and each starts at the first token that begins there or later. The last token
+    of a response that is not truncated is EOS, and that is no step of its own [paper, VinePPO].
 
     Raises:
-        InputError: the batch has neither boundaries nor text with `char_start`.
+        InputError: a response has neither boundaries nor text with `char_start`.
     """
-    bounds = list(pairwise(rollouts.offsets.tolist()))
-    if (flags := rollouts.boundary) is not None:
-        found = [flags[a:b].nonzero()[:, 0].tolist() for a, b in bounds]
-    elif (text := rollouts.text) is not None and (starts := rollouts.char_start) is not None:
-        # EOS belongs to the step before it, whatever its text is; a step may start in no token at all.
-        stopped = (~rollouts.truncated).tolist()
-        tokens = [starts[a : max(a, b - eos)] for (a, b), eos in zip(bounds, stopped, strict=True)]
-        found = [
-            [p for p in char_to_token(own, split(t)).tolist() if p < len(own)]
-            for own, t in zip(tokens, text, strict=True)
-        ]
-    else:
+    flags, text, starts = rollouts.boundary, rollouts.text, rollouts.char_start
+    given = torch.full((len(rollouts),), flags is not None) if rollouts.bounded is None else rollouts.bounded
+    if not given.all() and (text is None or starts is None):
         raise InputError(
             f"{method}: boundaries", "none, and no text with offsets to find them in",
             "`boundaries`, or `text` with `offsets`", "give one of them for every row",
         )  # fmt: skip
+    found = []
+    rows = zip(pairwise(rollouts.offsets.tolist()), given.tolist(), (~rollouts.truncated).tolist(), strict=True)
+    for i, ((a, b), listed, stopped) in enumerate(rows):
+        if listed and flags is not None:
+            found.append(flags[a:b].nonzero()[:, 0].tolist())
+        elif text is not None and starts is not None:
+            # EOS belongs to the step before it, whatever its text is; a step may start in no token at all.
+            own = starts[a : max(a, b - stopped)]
+            found.append([p for p in char_to_token(own, split(text[i])).tolist() if p < len(own)])
     # Two steps may start in one token, and a response's own start cuts nothing off.
     return [sorted({p for p in row if p > 0}) for row in found]
 

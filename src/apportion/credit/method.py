@@ -26,6 +26,8 @@ class CreditMethod(BaseModel, ABC):
         name: registered name.
         needs: what the host must supply: per-token fields of the batch (`entropy`, `old_logprob`,
             `ref_logprob`), step boundaries or text to find them in (`steps`), or measurements.
+        per_token: whether tokens of one response may get different advantages. Where False, a trainer may keep
+            its one advantage a response.
         conserves: what holds between the credit and its base (see `conservation_error`).
         grouped: whether it compares the responses of a group, so that a group of one teaches nothing.
         learns_when_collapsed: whether a group whose rewards are all equal, or with one member, still gets
@@ -39,6 +41,7 @@ class CreditMethod(BaseModel, ABC):
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
+    per_token: ClassVar[bool] = True
     conserves: ClassVar[Conserves] = "token_mean"
     grouped: ClassVar[bool] = True
     learns_when_collapsed: ClassVar[bool] = False

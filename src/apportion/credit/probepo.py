@@ -6,6 +6,7 @@ Shapes: _N flat tokens, _R responses, _K pivots, _S segments.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import ClassVar, Literal, Self
 
 import numpy as np
@@ -21,7 +22,7 @@ from apportion.errors import InputError
 from apportion.groups import Base
 from apportion.measure.plan import Continuations, Evidence, Job, jobs_of, prefix_digests
 from apportion.rollouts import Rollouts
-from apportion.segments import keep_tail, merge_close, step_starts
+from apportion.segments import DEFAULT_MARKERS, keep_tail, merge_close, step_starts
 
 
 class ProbePO(CreditMethod):
@@ -58,6 +59,7 @@ class ProbePO(CreditMethod):
     window: int = Field(8, ge=1, description="tokens whose entropy a boundary is scored by (L), and the tail kept")
     shortlist: float = Field(0.5, gt=0, le=1, description="share of each response's candidates that is ranked")
     min_gap: int = Field(16, ge=1, description="candidates closer than this many tokens are merged")
+    markers: tuple[str, ...] = Field(DEFAULT_MARKERS, description="patterns that start a step, besides a blank line")
     placement: Literal["entropy", "random"] = Field("entropy", description="random: ablation, any interior token")
     seed: int = Field(0, ge=0, description="of random placement")
     allocation: Literal["uniform", "neyman"] = Field("uniform", description="how the budget is split over pivots")
@@ -69,6 +71,7 @@ class ProbePO(CreditMethod):
             raise ValueError(f"budget {self.budget} pays for no pivot: it must be at least samples, {self.samples}")
         if self.allocation == "neyman" and self.pilot > self.samples:
             raise ValueError(f"pilot {self.pilot} must not exceed samples, {self.samples}")
+        step_starts("", self.markers)
         return self
 
     def plan(self, rollouts: Rollouts, base: Base) -> list[Job]:
@@ -134,9 +137,10 @@ class ProbePO(CreditMethod):
         if rollouts.entropy is None:
             raise InputError("probepo: entropy", "none", "one value a token, in nats", "give `entropy` for every row")
         live, length = base.live.tolist(), rollouts.length.tolist()
+        split = partial(step_starts, patterns=self.markers)
         pivots = [
             (i, p)
-            for i, steps in enumerate(step_positions(rollouts, step_starts, self.name)) if live[i]
+            for i, steps in enumerate(step_positions(rollouts, split, self.name)) if live[i]
             for p in keep_tail(merge_close(steps, self.min_gap), length[i], self.window)
         ]  # fmt: skip
         row, position = torch.tensor(pivots, dtype=torch.int64).reshape(-1, 2).unbind(1)

@@ -100,6 +100,12 @@ class Credit:
         if residual is not None:
             token = token + residual
         token = torch.where(rollouts.mask, token, 0.0).float()
+        if not torch.isfinite(token).all():
+            row = int(rollouts.row[(~torch.isfinite(token)).nonzero()[0, 0]])
+            raise InputError(
+                f"{method}: advantage of row {row}", "a number beyond float32", "finite advantages",
+                "lower the method's settings or the scale of the rewards",
+            )  # fmt: skip
         error = conservation_error(rollouts, token, base, conserves)
         measured = {} if error is None else {"conserved": error}
         return cls(

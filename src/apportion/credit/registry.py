@@ -67,6 +67,8 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> CreditM
         if key not in cls.model_fields:
             known = sorted(cls.model_fields)
             raise InputError(f"{name}.{key}", "an unknown setting", f"one of {', '.join(known)}{nearest(key, known)}")
+        if isinstance(settings[key], bool) and cls.model_fields[key].annotation is not bool:
+            raise InputError(f"{name}.{key}", str(settings[key]).lower(), "a value that is no true or false")
     try:
         return cls.model_validate(settings)
     except ValidationError as error:

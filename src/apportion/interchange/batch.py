@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import nan
 from typing import Any
 
+import torch
+
 from apportion.credit.method import CreditMethod
 from apportion.credit.record import Credit
 from apportion.errors import InputError
@@ -20,8 +22,8 @@ from apportion.interchange.rows import Row, check, measured_states
 from apportion.measure.plan import Continuations, Evidence, Job
 from apportion.rollouts import Rollouts
 
-# VinePPO measures every response's prompt, so a scored row without a single entry was forgotten. Other
-# methods may have found nothing to measure in a row.
+# VinePPO measures every response's prompt, so a scored row without a single entry was forgotten. Other methods may
+# have found nothing to measure in a row.
 _MEASURES_EVERY_ROW = frozenset({"vineppo"})
 
 
@@ -113,14 +115,14 @@ def _check_every_row_measured(batch: Batch, method: str) -> None:
 
 
 def _absent(rows: Sequence[Row], lines: Sequence[int]) -> dict[str, int]:
-    """Field → first line without it. A file marks steps by `boundaries`, or by `text` with `offsets`."""
+    """Field → first line without it. A row marks its steps by `boundaries`, or by `text` with `offsets`."""
 
     def first_without(*names: str) -> int | None:
         return next((n for row, n in zip(rows, lines, strict=True) if any(row.get(f) is None for f in names)), None)
 
     lacking = {field: first_without(field) for field in ("old_logprob", "ref_logprob", "entropy", "path")}
-    marked = any(row.get("boundaries") is not None for row in rows)
-    lacking["boundaries"] = first_without("boundaries") if marked else first_without("text", "offsets")
+    unmarked = (row.get("boundaries") is None and not _has_text(row) for row in rows)
+    lacking["boundaries"] = next((n for none, n in zip(unmarked, lines, strict=True) if none), None)
     return {field: line for field, line in lacking.items() if line is not None}
 
 
@@ -135,10 +137,11 @@ def _rollouts(rows: Sequence[Row]) -> Rollouts:
         return lists and [[nan if v is None else v for v in values] if None in values else values for values in lists]
 
     length = [len(row["token_ids"]) for row in rows]
-    marks, text, starts, path = (column(f) for f in ("boundaries", "text", "offsets", "path"))
-    if marks is None and any(row.get("boundaries") is not None for row in rows):
-        # The host marks steps and forgot some rows: their text is no second opinion.
-        starts = None
+    path = column("path")
+    marks = [row.get("boundaries") for row in rows]
+    # Where a row lists its steps, nothing is looked for in its text, so a row may do without.
+    readable = all(mark is not None or _has_text(row) for mark, row in zip(marks, rows, strict=True))
+    has_text = readable and (None in marks or all(map(_has_text, rows)))
     return Rollouts.from_lists(
         [row["token_ids"] for row in rows],
         [row["group"] for row in rows],
@@ -148,11 +151,16 @@ def _rollouts(rows: Sequence[Row]) -> Rollouts:
         old_logprob=measured("old_logprob"),
         ref_logprob=measured("ref_logprob"),
         entropy=measured("entropy"),
-        boundary=marks and [_flags(m, n) for m, n in zip(marks, length, strict=True)],
-        text=text and tuple(text),
-        char_start=text and starts,
+        boundary=[_flags(mark or [], n) for mark, n in zip(marks, length, strict=True)],
+        bounded=torch.tensor([mark is not None for mark in marks], dtype=torch.bool),
+        text=tuple(row.get("text") or "" for row in rows) if has_text else None,
+        char_start=[row.get("offsets") or [0] * n for row, n in zip(rows, length, strict=True)] if has_text else None,
         path=path and tuple(tuple(map(str, nodes)) for nodes in path),
     )
+
+
+def _has_text(row: Row) -> bool:
+    return row.get("text") is not None and row.get("offsets") is not None
 
 
 def _flags(positions: Sequence[int], length: int) -> list[bool]:

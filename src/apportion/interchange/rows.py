@@ -64,7 +64,7 @@ def objects(lines: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(lines, 1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            row = json.loads(text, parse_constant=_refuse) if text.strip() else None
+            row = json.loads(text, parse_constant=_Constant) if text.strip() else None
         except json.JSONDecodeError as error:
             raise _no_object(number, f"invalid JSON ({error.msg} at column {error.colno})") from None
         except UnicodeDecodeError:
@@ -75,6 +75,8 @@ def objects(lines: Iterable[bytes]) -> Iterator[tuple[int, Row]]:
             continue
         if not isinstance(row, dict):
             raise _no_object(number, _short(row))
+        if any(word in text for word in ("NaN", "Infinity")) and (found := _constant(row)):
+            raise InputError(f"{found[0].lstrip('.')} of line {number}", found[1], "a number that JSON has, or null")
         yield number, row
 
 
@@ -185,8 +187,19 @@ def _no_object(number: int, got: str) -> InputError:
     return InputError(f"line {number}", got, "one JSON object")
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON; write null")
+class _Constant(str):
+    """NaN, Infinity or -Infinity where a value should be: Python's parser takes them, JSON does not have them."""
+
+
+def _constant(value: Any, path: str = "") -> tuple[str, str] | None:
+    """Where the first such constant stands, and which it is."""
+    if isinstance(value, _Constant):
+        return path, str(value)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        if found := _constant(item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}"):
+            return found
+    return None
 
 
 def _short(value: Any) -> str:

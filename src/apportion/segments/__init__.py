@@ -5,8 +5,8 @@ first (`step_starts`, `vineppo_steps`); `token_offsets` and `char_to_token` lead
 """
 
 from apportion.segments.cuts import entropy_cuts, fixed_length_cuts, low_probability_cuts
-from apportion.segments.offsets import char_to_token, token_offsets, token_step
-from apportion.segments.steps import DEFAULT_MARKERS, keep_tail, merge_close, step_candidates, step_starts
+from apportion.segments.offsets import char_to_token, token_offsets
+from apportion.segments.steps import DEFAULT_MARKERS, keep_tail, merge_close, step_starts
 from apportion.segments.vineppo import vineppo_steps
 
 __all__ = [
@@ -17,9 +17,7 @@ __all__ = [
     "keep_tail",
     "low_probability_cuts",
     "merge_close",
-    "step_candidates",
     "step_starts",
     "token_offsets",
-    "token_step",
     "vineppo_steps",
 ]

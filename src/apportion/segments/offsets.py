@@ -92,20 +92,6 @@ def char_to_token(token_starts: Sequence[int] | Tensor, char_offsets: Sequence[i
     return torch.searchsorted(starts_N, torch.as_tensor(char_offsets, dtype=torch.long))
 
 
-def token_step(token_starts: Sequence[int] | Tensor, step_starts: Sequence[int] | Tensor) -> Tensor:
-    """Number of the step that each token's first character lies in. [paper: VinePPO]
-
-    Args: token_starts (N,) and step_starts (S,) in characters, both never decreasing; step_starts lists every
-    step but the first, which starts at 0. Returns int64 (N,) with values in 0…S. A step in which no token
-    starts owns no token, so its number is missing. EOS takes the step of the token before it as long as the
-    steps were sought in the text before EOS (`text[: starts[-1]]`).
-
-    Raises ValueError when either input decreases.
-    """
-    starts_N = _ascending("token_starts", token_starts)
-    return torch.searchsorted(_ascending("step_starts", step_starts), starts_N, right=True)
-
-
 def _ascending(name: str, values: Sequence[int] | Tensor) -> Tensor:
     tensor = torch.as_tensor(values, dtype=torch.long)
     if tensor.ndim != 1:

@@ -3,10 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor
-
-from apportion.segments.offsets import char_to_token
-
 # [ours] Regular expressions that mark a step where a line starts (after its indent). A number needs white
 # space behind its dot or bracket, so that `3.14` and `(2)(3)` are no markers.
 DEFAULT_MARKERS: tuple[str, ...] = (
@@ -60,28 +56,3 @@ def merge_close(positions: Iterable[int], min_gap: int = 16) -> list[int]:
 def keep_tail(positions: Iterable[int], length: int, tail: int = 8) -> list[int]:
     """Positions p with at least `tail` tokens from p to the end of the response: length − p ≥ tail. [ours]"""
     return [position for position in positions if length - position >= max(tail, 1)]
-
-
-def step_candidates(
-    token_starts: Sequence[int] | Tensor,
-    text: str,
-    min_gap: int = 16,
-    tail: int = 8,
-    patterns: Sequence[str] = DEFAULT_MARKERS,
-) -> list[int]:
-    """ProbePO's candidate pivots: token positions that start a new reasoning step, in order.
-
-    Args: token_starts, one character start a token of the response (EOS included), and the text that they
-    point into, as `token_offsets` returns them; min_gap and tail in tokens. Position 0 is never a candidate:
-    the prompt is not measured. [paper; patterns, min_gap and tail ours]
-
-    Raises ValueError when token_starts decrease or reach beyond the text.
-    """
-    length = len(token_starts)
-    if length and int(token_starts[-1]) > len(text):
-        raise ValueError(
-            f"token_starts: the last token starts at character {int(token_starts[-1])}, expected at most "
-            f"{len(text)} (the text's length); pass the text that token_offsets returned with the starts"
-        )
-    positions = set(char_to_token(token_starts, step_starts(text, patterns)).tolist()) - {0}
-    return keep_tail(merge_close(positions, min_gap), length, tail)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from apportion.credit.baselines import GRPO, OPO, RLOO, DrGRPO
+from apportion.credit.baselines import GRPO
 from apportion.credit.method import CreditMethod
 from apportion.errors import InputError
 
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 Refusal = tuple[bool, str, object, str, str]
 
 
-def broadcasts(method: CreditMethod) -> bool:
-    """Whether every token of a response gets one advantage, so that everything TRL does to (B,) is right."""
-    return isinstance(method, GRPO | DrGRPO | RLOO | OPO)
-
-
 def measures(method: CreditMethod) -> bool:
     """Whether the method asks for continuations, which our engine generates with the trainer's own weights."""
     return "continuations" in method.needs
@@ -33,8 +28,7 @@ def measures(method: CreditMethod) -> bool:
 
 def check_config(args: CreditConfig, method: CreditMethod) -> None:
     """Raises InputError for the first option that the method cannot be combined with."""
-    per_token = not broadcasts(method)
-    if per_token:
+    if method.per_token:
         _refuse(_per_token(args, method.name))
     if measures(method):
         _refuse(_measuring(args, method.name))

@@ -22,7 +22,7 @@ from apportion.errors import InputError
 from apportion.measure.plan import Evidence
 from apportion.records import RunFolder
 from apportion.train.clock import Clock
-from apportion.train.compatibility import broadcasts, check_trainer, measures
+from apportion.train.compatibility import check_trainer, measures
 from apportion.train.config import CreditConfig
 from apportion.train.host import Batch, Capture, frozen_rng, gather_batch, random_state
 from apportion.train.metrics import step_metrics
@@ -144,7 +144,7 @@ class CreditTrainer(GRPOTrainer):
         if seen == 0 and self._records and step % self.args.record_every == 0:
             record_batch(RunFolder(self.args.run_folder), step, batch, probing.probes, credit, self.decode)
         device = output["advantages"].device
-        if broadcasts(method):
+        if not method.per_token:
             return credit.base[batch.local].to(device)
         token_BT = rollouts.to_padded(credit.token)[batch.local]
         return functional.pad(token_BT, (0, output["completion_ids"].size(1) - token_BT.size(1))).to(device)
