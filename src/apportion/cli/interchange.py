@@ -77,13 +77,16 @@ def grade(
     Each row gains `verdict` (correct, wrong, abstain), `reason`, `extracted_gold`, `extracted_prediction`.
     """
     from apportion import interchange
+    from apportion.verify.code import LOCAL_CODE_OFF
 
     settings = _verifier_settings(setting or [])
     if allow_local_code:
         settings["code"]["allow_local_code"] = True
     numbered = interchange.objects(read_lines(source))
+    not_run = 0
     with whole_file(output) as file:
         for number, row, verdict in tracked(_graded(numbered, settings), "rows graded"):
+            not_run += verdict.reason == LOCAL_CODE_OFF
             found = {
                 "verdict": verdict.outcome,
                 "reason": verdict.reason,
@@ -91,6 +94,8 @@ def grade(
                 "extracted_prediction": verdict.prediction,
             }
             file.write(interchange.to_line({**row, **found}, number))
+    if not_run:
+        say("hint", f"{not_run} rows of kind code abstained, for {LOCAL_CODE_OFF}")
 
 
 def _graded(

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from apportion.cli.shared import read_settings
+from apportion.cli.shared import read_settings, say
 from apportion.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from apportion.train.settings import RunConfig
 
 _Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="section.key=value, over the file; may be repeated.", show_default=False),
+    typer.Option("--set", help="section.key=value, over all else; may be repeated.", show_default=False),
 ]
 
 
@@ -36,43 +44,49 @@ def train(
         raise InputError(
             "--resume", "other settings beside it", "the run folder alone: a run goes on as it was started"
         )
-    from apportion.train.settings import load_config, resume_config, to_toml
+    from apportion.train.settings import CONFIG_FILE, load_config, resume_config, save_config, to_toml
 
     chosen = resume_config(resume) if resume else load_config(config, overrides)
-    if not resume and not dry_run:
-        _check_fresh(Path(chosen.run.folder))
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    with console.status("Loading and checking everything the run needs"):
-        from apportion.train.prepare import prepare, resolve
-
-        if dry_run:
-            typer.echo(to_toml(resolve(chosen)))
-            return
-        run = prepare(chosen)
-        from apportion.train.run import train as train_run
     folder = Path(chosen.run.folder)
+    if dry_run:
+        from apportion.train.prepare import resolve
+
+        typer.echo(to_toml(resolve(chosen)))
+        return
+    if resume is not None and (done := folder / "result.json").exists():
+        say("complete", f"{folder} has nothing left to do")
+        _print_result(folder, json.loads(done.read_text()))
+        return
+    if resume is None:
+        _check_fresh(folder)
     try:
-        with _progress(console, chosen.run.steps) as show:
-            result = train_run(run, resume=resume is not None, progress=show)
+        result = _train(chosen, resume is not None)
     except KeyboardInterrupt:
-        console.print(f"Stopped. Go on with: apportion train --resume {folder}")
+        # While everything loads there is no run folder yet, and its configuration is all that a fresh start needs.
+        if not (folder / CONFIG_FILE).exists():
+            save_config(chosen)
+        say("stopped", f"go on with: apportion train --resume {folder}")
         raise typer.Exit(130) from None
-    for name, value in result.items():
-        typer.echo(f"{name}: {value:,.4g}" if value < 1 else f"{name}: {value:,.0f}")
-    typer.echo(f"records: {folder}   page: apportion inspect {folder}")
+    _print_result(folder, result)
 
 
 def demo(
     folder: Annotated[Path, typer.Option("--output", "-o", help="Where the runs and pages go.")] = Path("runs/demo"),
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method; one takes minutes.")] = 1,
     tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of each run, probes included.")] = 1_200_000,
+    settings: _Set = None,
 ) -> None:
     """The main job: GRPO and ProbePO train the embedded policy at equal generated tokens."""
-    from apportion.train.demo import run_demo
+    from apportion.train.demo import ChildFailed, run_demo
 
-    run_demo(folder, seeds, tokens)
+    try:
+        run_demo(folder, seeds, tokens, read_settings(settings or []))
+    except ChildFailed as error:
+        say("error", str(error))
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        say("stopped", "the same command goes on with the demo")
+        raise typer.Exit(130) from None
 
 
 def _check_fresh(folder: Path) -> None:
@@ -83,22 +97,39 @@ def _check_fresh(folder: Path) -> None:
         )  # fmt: skip
 
 
-def _progress(console: Any, steps: int) -> Any:
-    """A context whose value takes each step's metrics and shows them in one line."""
-    from contextlib import contextmanager
+def _train(config: RunConfig, resume: bool) -> dict[str, float]:
+    from rich.console import Console
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    console = Console(stderr=True)
+    with console.status("Loading and checking everything the run needs"):
+        from apportion.train.prepare import prepare
 
-    @contextmanager
-    def shown() -> Any:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("training", total=steps)
+        run = prepare(config)
+        from apportion.train import run as running
+    if resume:
+        checkpoint = running.last_checkpoint(Path(config.run.folder))
+        say("resuming", f"from {checkpoint.name}" if checkpoint else "no checkpoint yet, so from the start")
+    with _progress(console, config) as show:
+        return running.train(run, resume=resume, progress=show)
 
-            def show(metrics: dict[str, float]) -> None:
-                words = f"reward {metrics['reward']:.3f}  tokens {metrics['tokens']:,.0f}"
-                bar.update(task, completed=metrics["step"], description=words)
 
-            yield show
+@contextmanager
+def _progress(console: Console, config: RunConfig) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Takes each step's metrics and shows them in one line, against the token budget where there is one."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    return shown()
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=config.run.tokens or config.run.steps)
+
+        def show(metrics: dict[str, float]) -> None:
+            words = f"step {metrics['step']:.0f}  reward {metrics['reward']:.3f}  tokens {metrics['tokens']:,.0f}"
+            bar.update(task, completed=metrics["tokens" if config.run.tokens else "step"], description=words)
+
+        yield show
+
+
+def _print_result(folder: Path, result: Mapping[str, float]) -> None:
+    for name, value in result.items():
+        typer.echo(f"{name}: {value:.3f}" if name in ("start", "end") else f"{name}: {value:,.0f}")
+    typer.echo(f"records: {folder}   page: apportion inspect {folder}")

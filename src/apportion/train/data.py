@@ -1,0 +1,114 @@
+"""The problems of a run as the trainer's data set, and the reward function that scores them.
+
+Every problem is checked here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apportion.errors import InputError, nearest
+from apportion.tasks import TASKS, ArithmeticTask, Split, generate, load_problems, parse_problem, verify
+from apportion.train.settings import DataSection, RunConfig
+from apportion.verify import Verdict, check_gold, grade_many
+
+RewardFunction = Callable[..., list[float | None]]
+
+
+@dataclass(frozen=True)
+class Problems:
+    """What is trained and tested on.
+
+    Attributes:
+        train, test: rows with `prompt` (text, or messages for a chat model) and `answer`, and the file's other
+            columns. `test` is empty for a user's file: its held-out problems are the user's to choose.
+        reward: TRL's kind of reward function.
+    """
+
+    train: list[dict[str, Any]]
+    test: list[dict[str, Any]]
+    reward: RewardFunction
+
+
+def load_data(config: RunConfig, chat: bool) -> Problems:
+    """The problems of the configuration, checked.
+
+    Args:
+        chat: the model has a chat template, so prompts of a file become messages.
+
+    Raises:
+        InputError: an unknown task; a file, column or row that cannot be used; a gold answer that the verifier
+            cannot judge against (with its row); a system message for a model without a chat template.
+    """
+    return _file(config, chat) if config.data.path else _task(config)
+
+
+def embedded_task(data: DataSection) -> ArithmeticTask:
+    """The generated task that the section describes.
+
+    Raises:
+        InputError: an unknown task, or settings that it does not take.
+    """
+    if data.task not in TASKS:
+        raise InputError("data.task", repr(data.task), f"one of {', '.join(TASKS)}{nearest(data.task, TASKS)}")
+    try:
+        return TASKS[data.task](data.operations, data.modulus, data.detour, data.seed)
+    except ValueError as error:
+        raise InputError("data", error, f"settings of the task {data.task}") from None
+
+
+def _task(config: RunConfig) -> Problems:
+    task = embedded_task(config.data)
+    if config.reward.kind not in ("auto", "task"):
+        raise InputError(
+            "reward.kind", repr(config.reward.kind), "auto or task, since the problems are generated",
+            "give data.path to train on problems of your own",
+        )  # fmt: skip
+
+    def rows(split: Split, count: int) -> list[dict[str, Any]]:
+        return [{"prompt": p.prompt, "answer": p.answer} for p in generate(task, split, count)]
+
+    def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
+        return [
+            float(verify(text, parse_problem(prompt, task.modulus)))
+            for prompt, text in zip(prompts, completions, strict=True)
+        ]
+
+    return Problems(rows("train", config.data.count), rows("test", config.run.evaluate_samples), reward)
+
+
+def _file(config: RunConfig, chat: bool) -> Problems:
+    data = config.data
+    assert data.path
+    kind = "math" if config.reward.kind == "auto" else config.reward.kind
+    if kind == "task":
+        raise InputError("reward.kind", "'task'", "math, exact or choice for problems of a file")
+    if data.system is not None and not chat:
+        raise InputError("data.system", repr(data.system), "a model with a chat template", "leave it out")
+    problems = load_problems(Path(data.path), data.problem, data.answer, limit=data.limit)
+    rows = []
+    for number, problem in enumerate(problems, 1):
+        if reason := check_gold(kind, problem["answer"]):
+            raise InputError(
+                f"{data.path}, row {number}, column {data.answer!r}", repr(problem["answer"])[:80],
+                f"an answer that the {kind} verifier can judge against ({reason})",
+                "correct or drop the row, or choose another reward.kind",
+            )  # fmt: skip
+        text = problem.pop("problem")
+        system = [{"role": "system", "content": data.system}] if data.system else []
+        prompt = [*system, {"role": "user", "content": text}] if chat else f"{text}\n"
+        rows.append({**problem, "prompt": prompt})
+
+    def reward(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        items = [{"kind": kind, "gold": g, "prediction": t} for g, t in zip(answer, texts, strict=True)]
+        return [_number(verdict) for verdict in grade_many(items)]
+
+    return Problems(rows, [], reward)
+
+
+def _number(verdict: Verdict) -> float | None:
+    return None if verdict.outcome == "abstain" else verdict.reward
