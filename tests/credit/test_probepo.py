@@ -192,8 +192,8 @@ def test_missing_evidence_and_entropy_are_named() -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"budget": 7}, "budget 7 pays for no pivot"),
-        ({"allocation": "neyman", "pilot": 9}, "pilot 9 must not exceed samples, 8"),
+        ({"budget": 7}, "budget: got 7; expected at least samples"),
+        ({"allocation": "neyman", "pilot": 9}, "pilot: got 9; expected at most samples, 8"),
         ({"n0": -1}, "probepo.n0"),
         ({"alpha": "nan"}, "probepo.alpha"),
         ({"shortlist": 0}, "probepo.shortlist"),

@@ -86,7 +86,7 @@ def test_round_trips() -> None:
         ({"credit": {"alpha": 1}, "alpha": 2}, "credit.alpha", "once"),
         ({"credit": '{"alpha": 1}', "n0": 2}, "credit", "dict"),
         ({"method": "probpo"}, "method", "did you mean 'probepo'"),
-        ({"budget": 4}, "probepo", "at least samples"),
+        ({"budget": 4}, "probepo.budget", "at least samples"),
         ({"alpha": "much"}, "probepo.alpha", "number"),
         ({"num_generations": 1}, "num_generations", "at least 2"),
         ({"record_every": 0}, "record_every", "1 or more"),

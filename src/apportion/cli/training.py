@@ -32,7 +32,10 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimiser steps: run.steps.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", help="The run folder: run.folder.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run folder, from its last checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check all but the weights, print the configuration, stop."),
+    ] = False,
     settings: _Set = None,
 ) -> None:
     """Train a policy with a credit method. Ctrl-C leaves a run that --resume continues."""
@@ -49,9 +52,9 @@ def train(
     chosen = resume_config(resume) if resume else load_config(config, overrides)
     folder = Path(chosen.run.folder)
     if dry_run:
-        from apportion.train.prepare import resolve
+        from apportion.train.prepare import check
 
-        typer.echo(to_toml(resolve(chosen)))
+        typer.echo(to_toml(check(chosen).config))
         return
     if resume is not None and (done := folder / "result.json").exists():
         say("complete", f"{folder} has nothing left to do")
@@ -73,7 +76,7 @@ def train(
 def demo(
     folder: Annotated[Path, typer.Option("--output", "-o", help="Where the runs and pages go.")] = Path("runs/demo"),
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each method; one takes minutes.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of each run, probes included.")] = 1_200_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of each run, probes included.")] = 700_000,
     settings: _Set = None,
 ) -> None:
     """The main job: GRPO and ProbePO train the embedded policy at equal generated tokens."""

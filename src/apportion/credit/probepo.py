@@ -68,9 +68,9 @@ class ProbePO(CreditMethod):
     @model_validator(mode="after")
     def _affordable(self) -> Self:
         if self.budget < self.samples:
-            raise ValueError(f"budget {self.budget} pays for no pivot: it must be at least samples, {self.samples}")
+            raise InputError("budget", self.budget, f"at least samples, {self.samples}: less pays for no pivot")
         if self.allocation == "neyman" and self.pilot > self.samples:
-            raise ValueError(f"pilot {self.pilot} must not exceed samples, {self.samples}")
+            raise InputError("pilot", self.pilot, f"at most samples, {self.samples}, of which it is the first part")
         step_starts("", self.markers)
         return self
 

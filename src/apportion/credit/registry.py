@@ -78,6 +78,8 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> CreditM
 def setting_error(prefix: str, error: ValidationError) -> InputError:
     """The first thing that pydantic found, as an error about the setting `prefix.NAME`."""
     first = error.errors()[0]
+    if isinstance(cause := first.get("ctx", {}).get("error"), InputError):
+        return InputError(f"{prefix}.{cause.field}", cause.got, cause.expected, cause.fix)
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ").split(", unable to")[0]
     if not first["loc"]:
         return InputError(prefix, message, "settings that fit together")

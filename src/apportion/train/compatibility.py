@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Refusal = tuple[bool, str, object, str, str]
 
+_LINEAR_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
+
 
 def measures(method: CreditMethod) -> bool:
     """Whether the method asks for continuations, which our engine generates with the trainer's own weights."""
@@ -90,8 +92,12 @@ def _per_token(args: Any, name: str) -> Iterator[Refusal]:
         "set importance_sampling_level='token', or use method='grpo'",
     )  # fmt: skip
     yield (
+        args.loss_type not in (*_LINEAR_LOSSES, "vespo"), "loss_type", repr(args.loss_type),
+        f"one of {', '.join(_LINEAR_LOSSES)}: those are proven to work with per-token credit", "set loss_type='dapo'",
+    )  # fmt: skip
+    yield (
         args.loss_type == "vespo", "loss_type", "'vespo'",
-        "grpo, bnpo, dr_grpo, dapo, cispo, sapo or luspo: VESPO picks the weight of a whole response by the sign of "
+        f"one of {', '.join(_LINEAR_LOSSES)}: VESPO picks the weight of a whole response by the sign of "
         "its advantage, and tokens of both signs would get two weights",
         "set loss_type='dapo'",
     )  # fmt: skip

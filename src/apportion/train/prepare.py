@@ -47,6 +47,16 @@ _OURS = {
 
 
 @dataclass(frozen=True)
+class Checked:
+    """A run whose configuration, tokenizer and data have been checked."""
+
+    config: RunConfig
+    args: CreditConfig
+    tokenizer: PreTrainedTokenizerBase
+    data: Problems
+
+
+@dataclass(frozen=True)
 class Run:
     """A run that has been checked and is ready to train."""
 
@@ -101,15 +111,26 @@ def trainer_args(config: RunConfig) -> CreditConfig:
 
 
 def prepare(config: RunConfig) -> Run:
-    """Loads and checks everything a run needs, the quickest checks first.
+    """Loads and checks everything a run needs.
 
     Raises:
-        InputError: anything that would have failed later: the model, the data, an option of the trainer, a prompt
-            that leaves no room in the model's context.
+        InputError: anything that would have failed later; see `check`, and weights that cannot be loaded.
     """
-    config = resolve(config)
+    checked = check(config)
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    model = load_model(model_folder(config.model.name), config.model.dtype)
+    return Run(checked.config, checked.args, model, checked.tokenizer, checked.data)
+
+
+def check(config: RunConfig) -> Checked:
+    """Checks all that can be checked without the weights, the quickest first.
+
+    Raises:
+        InputError: the model's folder or tokenizer, the data, an option of the trainer, a prompt that leaves no
+            room in the model's context.
+    """
+    config = resolve(config)
     args = trainer_args(config)
     folder = model_folder(config.model.name)
     tokenizer = load_tokenizer(folder)
@@ -118,7 +139,7 @@ def prepare(config: RunConfig) -> Run:
     _check_count(data.train, args)
     shape = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     _check_prompts(data.train, tokenizer, getattr(shape, "max_position_embeddings", None), args.max_completion_length)
-    return Run(config, args, load_model(folder, config.model.dtype), tokenizer, data)
+    return Checked(config, args, tokenizer, data)
 
 
 def sampling_of(args: CreditConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling:

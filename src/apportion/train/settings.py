@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from apportion.credit.registry import make_method, setting_error
+from apportion.credit.registry import make_method, method_class, setting_error
 from apportion.errors import InputError, nearest
 
 CONFIG_FILE = "config.toml"
@@ -109,6 +109,9 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
         raise setting_error("", error) from None
     settings = dict(config.method)
     name = str(settings.pop("name", "probepo"))
+    own = method_class(name).model_fields
+    if wrong := next((key for key in settings if key not in own and nearest(key, ["name"])), None):
+        raise InputError(f"method.{wrong}", "an unknown key", "name, or a setting of the method, did you mean 'name'?")
     # The resolved file names every setting, so that a later change of a default cannot change a recorded run.
     # In JSON's types, which are TOML's: a tuple would come back as a list.
     method = make_method(name, settings).model_dump(mode="json")
