@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -201,3 +202,6 @@ def test_demo_started_as_a_command_can_be_interrupted(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err
+    # Whatever was started is gone, however early the interrupt came.
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
+    assert left == []

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from policies import save_problems, sums
+from model_folders import save_problems, sums
 
 from apportion.errors import InputError
 from apportion.tasks import parse_problem, split_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from policies import save_policy
+from model_folders import save_policy
 from safetensors.torch import load_file, save_file
 
 from apportion.errors import InputError

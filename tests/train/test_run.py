@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from policies import ASCII, save_policy, save_problems, sums
+from model_folders import ASCII, save_policy, save_problems, sums
 from safetensors.torch import load_file
 
 from apportion.errors import InputError

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -66,7 +67,7 @@ class Child:
 def run_demo(
     folder: Path,
     seeds: int = 1,
-    tokens: int = 1_200_000,
+    tokens: int = 700_000,
     settings: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -129,7 +130,8 @@ def _run_all(children: Sequence[Child], tokens: int, console: Console) -> None:
                     child = waiting.pop(0)
                     bar.start_task(tasks[child])
                     if not child.done:
-                        running[child] = _start(child)
+                        with _interrupts_wait():
+                            running[child] = _start(child)
                     else:
                         bar.update(tasks[child], completed=tokens, words="done before")
                 time.sleep(0.5)
@@ -143,6 +145,20 @@ def _run_all(children: Sequence[Child], tokens: int, console: Console) -> None:
                             raise ChildFailed(f"{child.method}, seed {child.seed}: {_last_line(child.log)}")
         finally:
             _stop(list(running.values()))
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block: between a child's start and its entry in the list of children
+    to stop, it would leave the child running for ever. A handler of ours is not inherited, as a mask would be."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
 
 
 def _start(child: Child) -> subprocess.Popen[bytes]:
