@@ -1,8 +1,21 @@
-"""Settings of every test: one thread, and the same hypothesis examples on every run."""
+"""Settings of every test: one thread, the same hypothesis examples on every run, slow tests only where asked for."""
 
+import os
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 settings.register_profile("apportion", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("apportion")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`slow` tests run where APPORTION_SLOW=1 is set (as `make evidence` does) or where -m selects by marker."""
+    if os.environ.get("APPORTION_SLOW") == "1" or config.getoption("markexpr"):
+        return
+    skip = pytest.mark.skip(reason="slow: minutes long; run by `make evidence`, or with APPORTION_SLOW=1")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)

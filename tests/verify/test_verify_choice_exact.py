@@ -1,4 +1,8 @@
-"""Multiple choice and exact strings."""
+"""Multiple choice and exact strings.
+
+Planted faults seen caught here: denials not looked for; what stands before a denial denied too; several options
+settled by the last; the first clause taken for the last; Markdown left in place.
+"""
 
 import pytest
 
@@ -32,6 +36,87 @@ def test_b_is_chosen(response):
     assert grade("choice", "(C)", response).outcome == "wrong"
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        "A seems right and C too, but they are not, so the answer is B",
+        "A and C are wrong, hence B",
+        "A is wrong. B is right.",
+        "Not A, so B",
+        "The answer is not A but B",
+        "The answer is B, not A",
+        "It could be A or C. The answer is B.",
+        "It is (A). Hmm, no, it is (B).",
+        "The answer is (B) rather than (A)",
+        "Is it A or B? I say (B).",
+        "B. Neither A nor C is a prime",
+        "B) A dog or a cat",
+        "**B**",
+        "(**B**)",
+        "*B*",
+        "__B__",
+        "`B`",
+        "The answer is **B**.",
+        r"\boxed{**B**}",
+    ],
+)
+def test_the_last_affirmed_option_is_chosen(response):
+    assert grade("choice", "B", response).outcome == "correct"
+    assert grade("choice", "A", response).outcome == "wrong"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "A or B",
+        "A, B",
+        "A/B",
+        "a or b",
+        "A. or B.",
+        "A\nB",
+        "(A) or (B)",
+        "Both A and B",
+        "Either (A) or (B)",
+        "The answer is A or B.",
+        "Answer: A and B",
+        "option A or option B",
+        "A or maybe B",
+        r"\boxed{A, B}",
+        r"\boxed{\text{A and B}}",
+    ],
+)
+@pytest.mark.parametrize("gold", ["A", "B"])
+def test_several_options_are_no_answer(gold, response):
+    verdict = grade("choice", gold, response)
+    assert (verdict.outcome, verdict.reason) == ("wrong", "several options named")
+    assert verdict.prediction == "A, B"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Not B.",
+        "not (B)",
+        "It isn't B",
+        "It isn’t B",
+        "The answer is not B",
+        "The answer isn't (B).",
+        "The answer cannot be B",
+        "It is neither A nor B",
+        "B is wrong",
+        "B is not correct",
+    ],
+)
+def test_a_negated_option_is_not_chosen(response):
+    verdict = grade("choice", "B", response)
+    assert (verdict.outcome, verdict.reason) == ("wrong", "option negated")
+
+
+@pytest.mark.parametrize("gold", ["Z", "A or B", "", {"A": 1}, True])
+def test_a_gold_names_one_option(gold):
+    assert grade("choice", gold, "A").outcome == "abstain"
+
+
 @pytest.mark.parametrize("response", ["", "I do not know", r"\boxed{42}", "<think>B", "Both", r"\boxed{BC}", "K"])
 def test_no_choice(response):
     verdict = grade("choice", "B", response)
@@ -58,6 +143,8 @@ def test_choice_settings():
         (7, "7", {}, "correct"),
         ("caf\u00e9", "cafe\u0301", {}, "correct"),
         ("", "", {}, "abstain"),
+        ({"a": 1}, "x", {}, "abstain"),
+        ("0.33...", "The answer is 0.33...", {}, "correct"),
         ("x", "", {}, "wrong"),
     ],
 )

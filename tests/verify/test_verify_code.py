@@ -4,10 +4,13 @@ Planted faults seen caught here: objects that may be compared; StopIteration let
 from the program; hidden values shown; a test's own failure graded "wrong"; a missing result counted as passed.
 """
 
+import json
 import os
 
 import pytest
+from typer.testing import CliRunner
 
+from apportion.cli import app
 from apportion.verify import check_gold, grade
 from apportion.verify.code import CodeSettings, program_of, read_tests
 from apportion.verify.sandbox import CallReport, LocalSandbox, SandboxError, StdinReport, StepResult
@@ -177,7 +180,20 @@ def test_check_gold():
 def test_local_execution_needs_the_flag(monkeypatch):
     monkeypatch.delenv("APPORTION_ALLOW_LOCAL_CODE", raising=False)
     verdict = grade("code", ASSERTS, TRIPLE)
-    assert verdict.outcome == "abstain" and "allow_local_code" in verdict.reason
+    assert verdict.outcome == "abstain"
+    for way in ("--allow-local-code", "allow_local_code=True", "APPORTION_ALLOW_LOCAL_CODE=1"):
+        assert way in verdict.reason
+
+
+def test_grade_hints_once_at_the_flag(monkeypatch, tmp_path):
+    monkeypatch.delenv("APPORTION_ALLOW_LOCAL_CODE", raising=False)
+    path = tmp_path / "rows.jsonl"
+    row = {"kind": "code", "gold": ASSERTS, "prediction": TRIPLE}
+    path.write_text("".join(json.dumps(one) + "\n" for one in (row, row, {**row, "kind": "exact"})))
+    off, on = (CliRunner().invoke(app, ["grade", str(path), *flag]) for flag in ([], ["--allow-local-code"]))
+    assert off.exit_code == on.exit_code == 0
+    assert off.stderr.startswith("hint: 2 rows of kind code abstained") and off.stderr.count("\n") == 1
+    assert "--allow-local-code" in off.stderr and on.stderr == ""
     monkeypatch.setenv("APPORTION_ALLOW_LOCAL_CODE", "1")
     assert grade("code", ASSERTS, TRIPLE, wall_s=20).outcome == "correct"
 

@@ -2,7 +2,8 @@
 
 Planted faults seen caught here: absolute instead of relative tolerance in `close`; `_matched` ignoring multiplicity;
 tuples compared as sets; `same_relation` without the sign test; percent never scaled; `final_answer` taking the first
-box; degrees stripped inside a formula; constants compared to 20 digits only.
+box; degrees stripped inside a formula; constants compared to 20 digits only; full stops stripped one after the other;
+percent not counted among units; symbols lowercased; bare letters multiplied; a chain's sides not compared.
 """
 
 from fractions import Fraction
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apportion.errors import InputError
+from apportion.verify import check_gold, grade
 from apportion.verify.extract import boxes, final_answer
 from apportion.verify.math import MathSettings, decide, gold_answers, quick, unreadable_gold
 from apportion.verify.normalise import canonical, normalise
@@ -99,6 +101,58 @@ x > 1 \text{ and } x < 6 | (1,6)
 \{x \mid x \ge 4\} | [4,\infty)
 \begin{pmatrix} 7 & 1 \\ 0 & 3 \end{pmatrix} | \left[\begin{array}{cc} 7 & 1 \\ 0 & 3 \end{array}\right]
 \emptyset | \{\}
+5 | **5**
+5 | *5*
+5 | ***5***
+5 | `5`
+5 | __5__
+5 | **5**.
+5 | **$5$**
+5 | $**5**$
+6 | **2*3**
+8 | 2**3
+x^2y^3 | x**2*y**3
+5 | 5.
+1,2,3... | 1,2,3,\ldots
+\{1,2,\ldots\} | {1,2...}
+28 | 28\%
+5\% | 5 percent
+$ab$ | $ba$
+$ab$ | ba
+xy | y \cdot x
+x=ab | x=ba
+cat | Cat
+yes | Yes
+\text{(B)} | b
+dog, cat | cat, dog
+X+Y | Y+X
+\sin x | sin(x)
+\sin x | sin x
+\tan x | tan(x)
+\sin x\cos y | cos(y) sin(x)
+\frac{\sin x}{2} | \frac{sin(x)}{2}
+\arctan x | atan(x)
+\sqrt x | sqrt(x)
+\sqrt{x} | sqrt x
+\sqrt{(x+1)(x+2)} | sqrt((x+1)(x+2))
+e^x | exp(x)
+|x| | abs(x)
+|\sin x| | abs(sin(x))
+\{3,2,1\} | {1,2,3}
+{1,2,3} | \{3,2,1\}
+\{(1,2),(3,4)\} | {(3,4),(1,2)}
+5 | {5}
+5 | = 5
+x+1 | = x+1
+5 | 2+3=5
+5 | = 2+3 = 5
+6 | 1+5=2+4=6
+0.56=56\% | 0.56
+(-2,2) | |x|<2
+[-2,2] | 2 \ge |x|
+\gamma^2-1 | (\gamma-1)(\gamma+1)
+center: (1,2) | center: (1,2)
+(x-1)^2=x^2-2x+1 | (x-1)^2=1-2x+x^2
 """
 WRONG = r"""
 9 | 9\sqrt{2}
@@ -157,6 +211,43 @@ a+b | a-b
 8 | \boxed{}
 8 | 8 apples and 3 pears
 123456.7 | 123456.8
+1,2,3 | 1,2,3,...
+1,2,3,... | 1,2,3
+1,2,3 | 1,2,3...
+1,2,3... | 1,2,3
+0.333 | 0.333...
+0.333... | 0.333
+3.14 | 3.14...
+3.14... | 3.14
+1234 | 1,234,...
+1,234,... | 1234
+\{1,2,3\} | \{1,2,3...\}
+\$5 | 5%
+5% | \$5
+5% | 5 cm
+5 cm | 5%
+20\% | 20^\circ
+20^\circ | 20\%
+\{5\%\} | \{5\text{ cm}\}
+cat | act
+tea | eat
+dog, cat | god, act
+log cabin | cabin log
+x | X
+2x+1 | 2X+1
+X_1 | x_1
+\Delta | \delta
+sin(x) | sin(X)
+\sin x | sin y
+\sin x | cos(x)
+(1,2) | {1,2}
+5 | 2+4=5
+5 | x+3=5
+6 | 1+5=7=6
+5 | =
+(-2,2) | |x|>2
+(-2,2) | |x|<3
+5 | 1/0
 """
 
 
@@ -209,6 +300,30 @@ def test_an_unknown_policy_is_refused_by_name():
         MathSettings(units="optionall")
 
 
+def test_a_word_in_a_box_is_a_word():
+    assert judge("cat", r"\boxed{act}") == "wrong"
+    assert judge("tea", r"\boxed{eat}") == "wrong"
+    assert judge("$ab$", r"\boxed{ba}") == "correct"
+
+
+@pytest.mark.parametrize("gold", [{"a": 1}, True, [True], [{"a": 1}], float("nan"), float("inf"), b"5"])
+def test_a_gold_of_an_impossible_type_abstains(gold):
+    verdict = grade("math", gold, "5")
+    assert verdict.outcome == "abstain"
+    assert "accepted are a string, a finite number, or a list of these" in verdict.reason
+    assert check_gold("math", gold) == verdict.reason
+
+
+@pytest.mark.parametrize("gold", [None, "", [], [None, " "]])
+def test_an_empty_gold_abstains(gold):
+    assert grade("math", gold, "5").reason == "the gold is empty"
+
+
+@pytest.mark.parametrize("gold", ["1/0", r"\frac{1}{0}", r"\frac{x}{0}", "0/0"])
+def test_a_gold_without_a_value_abstains(gold):
+    assert judge(gold, "3") == "abstain"
+
+
 def test_any_of_a_list_of_golds():
     assert judge([r"\frac{c}{2}", "0.5c"], "c/2") == "correct"
     assert judge(["3", "4"], "4") == "correct"
@@ -245,6 +360,10 @@ def test_an_unreadable_prediction_is_wrong_and_no_number_is_picked_out_of_it():
         ("The final answer is 3.5. I hope it is right.", "3.5"),
         ("**Answer:** 12", "12"),
         ("The answer is $x = 4$, since x > 0.", "$x = 4$"),
+        ("The answer is 3.14... at most. Yes.", "3.14... at most"),
+        ("The answer is 1, 2, ... , n.", "1, 2, ... , n"),
+        (r"\boxed 1,2,...", "1,2,..."),
+        ("The answer isn't 5", "The answer isn't 5"),
         ("17", "17"),
         ("   ", None),
         ("no answer " * 100, None),

@@ -4,12 +4,15 @@ The short versions look at a sample; the whole sets are behind `slow`.
 """
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 
-from apportion.verify import check_gold, grade, grade_many
-from apportion.verify.math import MathSettings, gold_answers, quick
+from apportion.verify import grade, grade_many
+from apportion.verify.math import MathSettings, gold_answers
 from apportion.verify.normalise import normalise
+from apportion.verify.pool import shared_pool
 
 # Rows that describe a harness instead of giving one; their kinds are tested in test_verify_code.py.
 DESCRIBED = {"c02", "c03", "c05", "c06", "c10", "c14"}
@@ -27,6 +30,8 @@ SETS = [
     "gsm8k_test",
 ]
 EMPTY = {"math_train": 2}
+# The part of a set's golds that is not read (prose mixed with formulas, mostly) and so matches word for word only.
+UNREAD = {"college_math": 0.16}
 
 
 def test_grader_cases(shared_rows):
@@ -61,16 +66,21 @@ def test_golds_equal_themselves(shared_rows, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETS)
 def test_all_golds_equal_themselves_as_trees(shared_rows, name):
-    # Past the spelling: what is read must equal itself through the comparison, too.
-    rows = [row for row in shared_rows(f"data/{name}.jsonl.gz") if gold_answers(row["answer"])]
-    items = [{"kind": "math", "gold": row["answer"], "prediction": f"{normalise(row['answer'])}"} for row in rows]
-    assert all(verdict.outcome == "correct" for verdict in grade_many(items))
-    unread = [row["id"] for row in rows if quick_fails(row) and check_gold("math", row["answer"])]
-    assert len(unread) <= len(rows) * (0.13 if name == "college_math" else 0.02)
+    # Past the spelling: whatever is read must equal itself through the comparison, too.
+    answers = [golds for row in shared_rows(f"data/{name}.jsonl.gz") if (golds := gold_answers(row["answer"]))]
+    pool, settings = shared_pool(1024), asdict(MathSettings())
 
+    def outcome(golds):
+        job = {"task": "math", "golds": golds, "answer": normalise(golds[0]), "settings": settings}
+        done = pool.run(job, 30.0)
+        return done.value["outcome"] if done.state == "done" else done.reason
 
-def quick_fails(row):
-    return quick(gold_answers(row["answer"]), "1", MathSettings()) is None
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = list(threads.map(outcome, answers))
+    pairs = list(zip(answers, outcomes, strict=True))
+    assert not [pair for pair in pairs if pair[1] not in ("correct", "abstain")]
+    unread = [golds for golds, found in pairs if found == "abstain"]
+    assert len(unread) <= len(answers) * UNREAD.get(name, 0.02), unread
 
 
 class _Changed(ast.NodeTransformer):

@@ -32,6 +32,10 @@ from apportion.verify.sandbox import CallJob, Limits, LocalSandbox, Sandbox, San
 from apportion.verify.verdict import Verdict
 
 ALLOW_VARIABLE = "APPORTION_ALLOW_LOCAL_CODE"
+LOCAL_CODE_OFF = (
+    "running programs here is off. Fix: --allow-local-code (apportion grade), allow_local_code=True (Python), "
+    f"{ALLOW_VARIABLE}=1 (environment), or a sandbox"
+)
 _FENCE = re.compile(r"^```[ \t]*([\w+-]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Names that tests borrow without importing them: never taken from the program while it has a name of its own to test.
 _LIBRARY = {
@@ -256,9 +260,7 @@ def grade(gold: Any, prediction: str, settings: CodeSettings) -> Verdict:
     program = program_of(prediction, tests)
     runner = settings.runner()
     if runner is None:
-        return Verdict(
-            "abstain", f"running code here is off. Fix: allow_local_code=True, {ALLOW_VARIABLE}=1, or a sandbox", shown
-        )
+        return Verdict("abstain", LOCAL_CODE_OFF, shown)
     if not program.strip():
         return Verdict("wrong", "no program found", shown, None)
     limits = Limits(settings.wall_s, settings.memory_mb, packages=settings.packages)

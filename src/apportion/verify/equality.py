@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from apportion.verify import scalars
 from apportion.verify.nodes import Assign, Clock, Group, Interval, Matrix, Node, Raw, Relation, Scalar, Text, Union
 from apportion.verify.numerals import Numeral, same_numeral
-from apportion.verify.structure import as_list, is_symbol, words
+from apportion.verify.structure import as_list, is_symbol, read, words
 
 if TYPE_CHECKING:
     from apportion.verify.math import MathSettings
@@ -71,6 +71,7 @@ class Comparison:
             return False
 
     def _same(self, gold: Node, pred: Node) -> bool:
+        gold, pred = self._worked_out(gold), self._worked_out(pred)
         if isinstance(gold, Raw) or isinstance(pred, Raw):
             return False
         if isinstance(gold, Text) or isinstance(pred, Text):
@@ -92,13 +93,22 @@ class Comparison:
     def _same_text(self, gold: Node, pred: Node) -> bool:
         if {_words(gold), _words(pred)} & NO_SOLUTION:
             return all(node == Group("set", ()) or _words(node) in NO_SOLUTION for node in (gold, pred))
-        return _words(gold) is not None and _words(gold) == _words(pred)
+        if _words(gold) is not None and _words(gold) == _words(pred):
+            return True
+        # Beside a formula bare letters are one too: ab is ba where the other side is a product.
+        if isinstance(gold, Text) and isinstance(pred, Text):
+            return False
+        gold, pred = _as_formula(gold), _as_formula(pred)
+        return not isinstance(gold, Text) and not isinstance(pred, Text) and self._same(gold, pred)
 
     # --- numbers and formulas ---------------------------------------------------------------------------------
 
     def _same_scalar(self, gold: Scalar, pred: Scalar) -> bool:
         rule = self.settings.units
-        if gold.unit != pred.unit and rule != "ignored" and (rule == "required" or (gold.unit and pred.unit)):
+        marks = [node.unit or (node.percent and "%") for node in (gold, pred)]
+        if rule == "required" and gold.unit != pred.unit:
+            return False
+        if rule == "optional" and all(marks) and marks[0] != marks[1]:
             return False
         degrees = [node.unit == "deg" for node in (gold, pred)]
         if self._same_amount(gold, pred):
@@ -128,6 +138,14 @@ class Comparison:
         return scalars.same_value(gold, pred, self.settings.rel_tol)
 
     # --- equations and inequalities ---------------------------------------------------------------------------
+
+    def _worked_out(self, node: Node) -> Node:
+        """2 + 3 = 5 answers 5: a true equation of constants says what its last side says."""
+        if not isinstance(node, Relation) or not node.chain:
+            return node
+        first, *others = (read(side) for side in node.chain)
+        constant = all(isinstance(side, Scalar) and not _has_unknowns(side) for side in (first, *others))
+        return others[-1] if constant and all(self.same(first, side) for side in others) else node
 
     def _same_statement(self, gold: Node, pred: Node) -> bool:
         if isinstance(gold, Assign) and isinstance(pred, Assign):
@@ -220,7 +238,8 @@ class Comparison:
         elif len(b) == 1 and len(a) == 2:
             b = [*b, Scalar("1", Numeral(Fraction(1)))]
         if len(a) != len(b) or not all(isinstance(item, Scalar) for item in (*a, *b)):
-            return False
+            # "center: (1,2)" is no ratio.
+            return self._in_order(a, b)
         values_a, values_b = ([_times(item, 1) for item in side if isinstance(item, Scalar)] for side in (a, b))
         pairs = zip(values_a, values_b, strict=True)
         return all(self._same_formula(x * values_b[0], y * values_a[0]) for x, y in pairs)
@@ -261,7 +280,12 @@ def _scaled(numeral: Numeral, factor: Fraction | int) -> Numeral:
 def _words(node: Node) -> str | None:
     if isinstance(node, Text):
         return node.words
-    return words(node.latex) if isinstance(node, Scalar) and node.latex.replace(" ", "").isalnum() else None
+    letters = node.latex.replace(" ", "") if isinstance(node, Scalar) else ""
+    return words(letters) if letters.isalnum() else None
+
+
+def _as_formula(node: Node) -> Node:
+    return Scalar(node.formula) if isinstance(node, Text) and node.formula else node
 
 
 def _is_ellipsis(node: Node) -> bool:

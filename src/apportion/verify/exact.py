@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from apportion.verify.extract import final_answer
+from apportion.verify.gold import accepted, unusable
 from apportion.verify.verdict import Verdict
 
 
@@ -33,21 +33,16 @@ def _level(text: str, settings: ExactSettings) -> str:
     return text if settings.case else text.casefold()
 
 
-def _accepted(gold: object) -> list[str]:
-    listed = gold if isinstance(gold, Sequence) and not isinstance(gold, str) else [gold]
-    return [str(item) for item in listed if item is not None and str(item).strip()]
-
-
 def unreadable_gold(gold: object, settings: ExactSettings) -> str | None:
     """A gold must hold at least one character."""
-    return None if _accepted(gold) else "the gold is empty"
+    return unusable(gold)
 
 
 def grade(gold: object, prediction: str, settings: ExactSettings) -> Verdict:
     """Correct when the strings are equal; a list of golds accepts any of them."""
-    golds = _accepted(gold)
-    if not golds:
-        return Verdict("abstain", "the gold is empty", None, None)
+    if reason := unusable(gold):
+        return Verdict("abstain", reason)
+    golds = accepted(gold)
     answer = final_answer(prediction) if settings.extract else prediction
     shown = " | ".join(golds)
     if answer is None:

@@ -23,10 +23,12 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _BARE_TOKEN = re.compile(r"[^\s{}$]{1,200}")
 # Repeats are bounded: `\s*` beside `\s*` would be quadratic in a run of spaces.
 _CUE = re.compile(
-    r"\banswers?(?:\s{1,3}to\s{1,3}(?:the|this)\s{1,3}(?:question|problem))?[\s*]{0,4}(?:is|are|=|:)[\s*:]{0,6}",
+    r"\banswers?(?:\s{1,3}to\s{1,3}(?:the|this)\s{1,3}(?:question|problem))?[\s*]{0,4}"
+    r"(?:(?:is|are)(?!n['’]t)|=|:)[\s*:]{0,6}",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n|,?\s(?:which|because|since|so|where|when)\b|$")
+# The last dot of an ellipsis ends no sentence.
+_SENTENCE_END = re.compile(r"(?<!\.)[.!?](?=\s|$)|\n|,?\s(?:which|because|since|so|where|when)\b|$")
 
 
 def after_thinking(text: str) -> str | None:
@@ -37,14 +39,14 @@ def after_thinking(text: str) -> str | None:
     return None if "<think>" in text else text
 
 
-def matching_braces(text: str) -> dict[int, int]:
-    """Position of every opening brace that is closed → position of its closing one. `\\{`, `\\}` do not count."""
+def matching(text: str, brackets: str = "{}") -> dict[int, int]:
+    """Position of every opening bracket that is closed → position of its closing one. `\\{`, `\\}` do not count."""
     pairs: dict[int, int] = {}
     stack: list[int] = []
-    for match in re.finditer(r"\\.|[{}]", text, re.DOTALL):
-        if match.group() == "{":
+    for match in re.finditer(rf"\\.|[{brackets}]", text, re.DOTALL):
+        if match.group() == brackets[0]:
             stack.append(match.start())
-        elif match.group() == "}" and stack:
+        elif match.group() == brackets[1] and stack:
             pairs[stack.pop()] = match.start()
     return pairs
 
@@ -57,7 +59,7 @@ def boxes(text: str) -> list[str]:
     while match := _BOX.search(text, position):
         position = match.end()
         if pairs is None:
-            pairs = matching_braces(text)
+            pairs = matching(text)
         # A box that truncation left open is passed over; a box inside it may still balance.
         if (end := pairs.get(position)) is not None:
             found.append(text[position + 1 : end])
@@ -87,7 +89,7 @@ def _bare_box(text: str) -> str | None:
     if last is None:
         return None
     token = _BARE_TOKEN.match(text, last.end())
-    return token.group().rstrip(".,;:") if token else ""
+    return re.sub(r"(?<![.,])[.,;:]$", "", token.group()) if token else ""
 
 
 def _after_hashes(text: str) -> str | None:
@@ -100,7 +102,7 @@ def _after_cue(text: str) -> str | None:
     if last is None:
         return None
     end = _SENTENCE_END.search(text, last.end())
-    return text[last.end() : end.start() if end else None].lstrip("} ").removesuffix("**")
+    return text[last.end() : end.start() if end else None].lstrip("} ").rstrip("*")
 
 
 def final_answer(text: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Literal, get_args, get_type_hints
 
 from apportion.errors import InputError, nearest
 from apportion.verify.extract import final_answer
+from apportion.verify.gold import accepted, unusable
 from apportion.verify.normalise import canonical, normalise
 from apportion.verify.numerals import read_numeral, same_numeral
 from apportion.verify.pool import shared_pool
@@ -61,9 +62,7 @@ class MathSettings:
 
 def gold_answers(gold: object) -> list[str]:
     """Accepted answers of a gold: one string or number, or a list of them (any one will do), boxes taken off."""
-    listed = gold if isinstance(gold, Sequence) and not isinstance(gold, str) else [gold]
-    texts = [str(item) for item in listed if item is not None]
-    return [answer for text in texts if (answer := final_answer(text) or text.strip())]
+    return [final_answer(text) or text.strip() for text in accepted(gold)]
 
 
 def quick(golds: Sequence[str], answer: str, settings: MathSettings) -> Verdict | None:
@@ -121,9 +120,9 @@ def grade(gold: object, prediction: str, settings: MathSettings) -> Verdict:
     prediction is then what broke it: abstaining would reward answers that hang), and "abstain" before that, or
     when the machine starved it.
     """
+    if reason := unusable(gold):
+        return Verdict("abstain", reason)
     golds = gold_answers(gold)
-    if not golds:
-        return Verdict("abstain", "the gold is empty")
     shown = " | ".join(golds)
     answer = final_answer(prediction)
     if answer is None:
@@ -146,9 +145,9 @@ def grade(gold: object, prediction: str, settings: MathSettings) -> Verdict:
 
 def check_gold(gold: object, settings: MathSettings) -> str | None:
     """Why a gold cannot be compared except word for word; None when it can."""
+    if reason := unusable(gold):
+        return reason
     golds = gold_answers(gold)
-    if not golds:
-        return "the gold is empty"
     if any(read_numeral(normalise(one)) for one in golds):
         return None
     outcome = shared_pool(settings.memory_mb).run({"task": "check_math", "golds": golds}, settings.wall_s)

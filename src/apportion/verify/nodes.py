@@ -9,9 +9,10 @@ from apportion.verify.numerals import Numeral
 
 @dataclass(frozen=True)
 class Text:
-    """Words. `choice` letters such as (B) end here too."""
+    """Words. `formula` holds bare letters as they were written: beside a formula they are a product or a function."""
 
     words: str
+    formula: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Relation:
     # What the relation says about one variable, as a set of reals, when it says that.
     name: str = ""
     region: Node | None = None
+    # All sides of an equation, those between the first and the last too.
+    chain: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from apportion.verify.extract import matching_braces
+from apportion.verify.extract import matching
 
 _UNICODE = str.maketrans(
     {
@@ -56,7 +56,9 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\lt(?![A-Za-z])|&lt;", "<"),
         (r"\\gt(?![A-Za-z])|&gt;", ">"),
         (r"\\(?:varnothing|oslash)(?![A-Za-z])", r"\\emptyset "),
-        (r"\\(?:dots|cdots|dotsc|dotsb|hdots)(?![A-Za-z])|\.\.\.", r"\\ldots "),
+        (r"\\(?:dots|cdots|dotsc|dotsb|hdots)(?![A-Za-z])|\.{2,3}", r"\\ldots "),
+        # "3..." at the end of a list goes on as "3, ..." does, and 0.333... is not 0.333.
+        (r"(?<=[\w)}\]]) ?\\ldots\s*(?=[.,;]?$|\\?[)\]}])", r", \\ldots "),
         (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
         (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
         (r"\\(?:mid|vert|lvert|rvert)(?![A-Za-z])", "|"),
@@ -76,7 +78,11 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )  # fmt: skip
 
 # Most answers: nothing below would change them.
-_PLAIN = re.compile(r"[-+]?\d[\d.,]*(?:/\d+)?|[A-Za-z]")
+_PLAIN = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:/\d+)?|[A-Za-z]")
+# Markdown's emphasis or code around the whole answer.
+_EMPHASIS = re.compile(r"(?P<mark>\*{1,3}|_{1,2}|`{1,3})(?P<inside>.+)(?P=mark)[.,]?")
+# Between maths marks letters in a row are a product; elsewhere they are a word.
+_PRODUCT = re.compile(r"(?<!\\)(?:\$\$?|\\\()\s*(?!pi\b)([A-Za-z]{2,3})\s*(?:\$\$?|\\\))")
 _TIGHT = re.compile(r" (?![A-Za-z0-9.])|(?<![A-Za-z0-9.]) ")
 # Inside \text{m/s^{2}} braces would only be in the way.
 _TEXT_POWER = re.compile(r"(\\text\{[^{}]*\^)\{(-?\d)\}")
@@ -87,7 +93,7 @@ _TOKEN = re.compile(r"[0-9A-Za-z]|\\[A-Za-z]+")
 
 def _brace_arguments(text: str) -> str:
     """`\\frac12`, `\\frac{\\sqrt3}2`, `\\sqrt2` with the braces TeX would supply."""
-    pairs = matching_braces(text)
+    pairs = matching(text)
     insertions: list[tuple[int, str]] = []
     for match in _TAKES_ARGUMENTS.finditer(text):
         position = match.end()
@@ -109,17 +115,26 @@ def _brace_arguments(text: str) -> str:
     return "".join([*pieces, text[last:]])
 
 
+def spelled(letters: str) -> str:
+    """A product as TeX reads it, one unknown after the other: "a b"."""
+    return " ".join(letters)
+
+
 @lru_cache(maxsize=4096)
 def normalise(text: str) -> str:
     """One spelling of an answer: no math delimiters, sizing, spacing commands or final full stop. [ours]"""
     text = text.strip()
     if _PLAIN.fullmatch(text):
-        return text.rstrip(".,")
+        return text
+    text = _PRODUCT.sub(lambda letters: spelled(letters[1]), text)
     for opening, closing in ((r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(opening) and text.endswith(closing) and text.count(opening) == 1:
             text = text[2:-2]
     text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<!\\)\$", " ", text).translate(_UNICODE).replace("\\$", r"\text{USD}")
+    text = re.sub(r"(?<!\\)\$", " ", text).strip()
+    while (match := _EMPHASIS.fullmatch(text)) and match["mark"] not in match["inside"]:
+        text = match["inside"].strip()
+    text = text.translate(_UNICODE).replace("\\$", r"\text{USD}")
     # Undo JSON's escaping where it was done twice. In a matrix a double backslash ends a row.
     twice, once = (r"\\\\\\\\", r"\\\\") if r"\begin" in text else (r"\\\\(?=[A-Za-z]{2})", r"\\")
     text = re.sub(twice, once, text)

@@ -14,6 +14,9 @@ from fractions import Fraction
 MAX_EXPONENT = 4000
 MAX_DIGITS = 4000
 
+# Functions that may be written without a backslash.
+FUNCTIONS = "arcsin|arccos|arctan|arccot|asin|acos|atan|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|abs"
+
 _INT = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _DEC = rf"(?:{_INT}(?:\.\d*)?|\.\d+)"
 _SIGN = r"(?P<sign>[-+]?) ?"

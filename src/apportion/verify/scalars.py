@@ -1,7 +1,8 @@
 """Formulas through math-verify's parser, compared by value. Imported only where computer algebra is allowed.
 
-math-verify reads the LaTeX (in a box, so that nothing is searched for inside it); the comparison is ours, because
-its own rounds to six decimals and chops small numbers to zero, and `simplify` on unequal formulas takes seconds.
+math-verify's parser reads the LaTeX as a whole (its own front end searches text for formulas, and takes x and X for
+one unknown); the comparison is ours, because its own rounds to six decimals and chops small numbers to zero, and
+`simplify` on unequal formulas takes seconds.
 Two formulas are equal when they agree, to 20 digits, at fixed points wherever both are real; constants must besides
 have a difference that is zero to 300 digits. A formula that disagrees anywhere is refuted in milliseconds.
 """
@@ -15,10 +16,14 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
-from math_verify import parse, verify
-from math_verify.parser import LatexExtractionConfig
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
 from sympy.core.function import AppliedUndef
+
+from apportion.verify.extract import matching
+from apportion.verify.numerals import FUNCTIONS
 
 # Timeouts are ours (the parent kills); math-verify warns about that at every start.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -28,23 +33,25 @@ EXACT_TOL = 1e-20
 EXACT_DIGITS = 300
 
 # Its unit stripping takes `t` off `3t`; its "nits" are covered by `numerals`.
-_CONFIG = LatexExtractionConfig(
-    boxed_match_priority=0,
-    normalization_config=NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="last", equations=False
-    ),
+_NORMALIZATION = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
 )
-_FUNCTIONS = "arcsin|arccos|arctan|arccot|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt"
+_CONVERSION = ConversionConfig(lowercase_symbols=False)
+# Calls in the spelling of programs whose argument LaTeX puts between other marks than round brackets.
+_CALL = re.compile(r"(?:(?P<sqrt>\\?sqrt)|abs) ?(?=\()")
 _PREPARE = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"(?<![A-Za-z])(?:np|math|sympy)\.", ""),
-        (rf"(?<![\\A-Za-z{{])({_FUNCTIONS})(?=[A-Za-z]?(?![A-Za-z]))", r"\\\1 "),
+        (r"(?<![\\A-Za-z])a(?=(?:sin|cos|tan)(?![A-Za-z]))", "arc"),
+        (rf"(?<![\\A-Za-z])(?<!\\text\{{)({FUNCTIONS})(?=[A-Za-z]?(?![A-Za-z]))", r"\\\1 "),
+        (r"\\sqrt +(\d+|[A-Za-z])", r"\\sqrt{\1}"),
         (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
-        (r"\\sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
         (r"\\(sin|cos|tan|ln|log|exp|arcsin|arccos|arctan) ?\{ ?([^{}]*) ?\}", r"\\\1(\2)"),
         # A degree sign inside a formula is a factor; the parser would drop it.
         (r"(\d+(?:\.\d+)?) ?\^ ?\\circ", r"(\\frac{\1\\pi}{180})"),
+        # The parser takes \gamma for Euler's constant or a function; in answers it is an unknown.
+        (r"\\gamma(?![A-Za-z])(?! ?_)", r"\\mu_{9993}"),
         # The parser takes 2(3) for a mixed number, and drops primes.
         (r"(\d) ?\(", r"\1\\cdot("),
         (r"([A-Za-z])''", r"\1_{9992}"),
@@ -68,19 +75,36 @@ def parse_scalar(latex: str) -> Any:
         raise Unreadable("two numbers side by side")
     if latex.count("{") != latex.count("}") or latex.count("(") != latex.count(")"):
         raise Unreadable("brackets do not balance")
-    prepared = latex
+    prepared = _bracketed_calls(latex)
     for pattern, replacement in _PREPARE:
         prepared = pattern.sub(replacement, prepared)
-    found = parse(
-        rf"\boxed{{{prepared}}}",
-        [_CONFIG],
-        fallback_mode="no_fallback",
-        extraction_mode="first_match",
-        parsing_timeout=0,
-    )
-    if len(found) != 1 or isinstance(found[0], str):
-        raise Unreadable("math-verify does not parse it")
-    return _tidy(found[0])
+    try:
+        found = latex2sympy(
+            prepared,
+            is_real=not should_treat_as_complex(prepared),
+            normalization_config=_NORMALIZATION,
+            conversion_config=_CONVERSION,
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # The parser raises bare `Exception`, and sympy anything.
+        raise Unreadable("math-verify does not parse it") from error
+    if not isinstance(found, sympy.Basic | sympy.MatrixBase):
+        raise Unreadable("math-verify reads no formula in it")
+    tidied = _tidy(found)
+    by_zero = any(power.base == 0 and power.exp.is_negative for power in tidied.atoms(sympy.Pow))
+    if by_zero or tidied.has(sympy.zoo, sympy.nan):
+        raise Unreadable("a division by zero")
+    return tidied
+
+
+def _bracketed_calls(text: str) -> str:
+    """sqrt(...) and abs(...) as \\sqrt{...} and |...|."""
+    while call := _CALL.search(text):
+        opening, closing = ("\\sqrt{", "}") if call["sqrt"] else ("|", "|")
+        end = matching(text, "()")[call.end()]
+        text = text[: call.start()] + opening + text[call.end() + 1 : end] + closing + text[end + 1 :]
+    return text
 
 
 def _tidy(expression: Any) -> Any:
@@ -216,6 +240,8 @@ def same_relation(sides: Sequence[Any], rel_tol: float, sign: bool) -> bool:
     (positive for inequalities), after denominators are cleared in equations. `sides`: left and right of the one,
     then of the other."""
     try:
+        if same_value(sides[0], sides[2], rel_tol) and same_value(sides[1], sides[3], rel_tol):
+            return True
         a, b = sides[0] - sides[1], sides[2] - sides[3]
         if a.free_symbols != b.free_symbols or not a.free_symbols:
             return False

@@ -11,20 +11,20 @@ import re
 from dataclasses import replace
 
 from apportion.verify.nodes import Assign, Clock, Group, Interval, Matrix, Node, Raw, Relation, Scalar, Text, Union
-from apportion.verify.normalise import canonical
-from apportion.verify.numerals import looks_like_list, read_numeral
+from apportion.verify.normalise import canonical, spelled
+from apportion.verify.numerals import FUNCTIONS, looks_like_list, read_numeral
 from apportion.verify.units import Quantity, split_unit
 
 _OPEN, _CLOSE = "([{", ")]}"
-_FUNCTIONS = (
-    "arcsin|arccos|arctan|arccot|sinh|cosh|tanh|coth|sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|max|min|gcd|lcm|mod|det|"
-    "pi|inf|arg"
-)
+_NOT_PROSE = re.compile(rf"(?:{FUNCTIONS}|max|min|gcd|lcm|mod|det|pi|inf|arg)+[A-Za-z]?")
+_CALL = re.compile(rf"(?<![A-Za-z])(?:{FUNCTIONS})(?: ?\(| \w)")
+_CONSTANT = re.compile(r"\(?(?:pi|inf)\)?")
 _WORD_RUN = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _SHORT_WORD = re.compile(
     r"the|and|for|are|all|any|not|yes|odd|if|is|of|to|in|at|on|or|no|none|per|one|two|six|ten", re.IGNORECASE
 )
 _ONLY_WORDS = re.compile(r"(?=.*[A-Za-z]{2})\(?[A-Za-z](?:[A-Za-z '.,!?()]|(?<=[a-z])-(?=[a-z]{2}))*")
+_LETTERS = re.compile(r"(?!pi)[A-Za-z]{2,3}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _RELATIONS = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|subseteq|to|mapsto)(?![A-Za-z])|:=|[=<>]")
 _NAME = re.compile(
@@ -75,7 +75,7 @@ _CUP = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]] )U(?= [(\[])|(?<=[)\]])U(?=[(\[]
 _REALS_WITHOUT = re.compile(
     r"\\(?:mathbb ?\{?R\}?|R) ?(?:\\setminus|\\backslash|-) ?\\\{(?P<points>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\\\}"
 )
-_BRACKETS = (("\\{", ("\\}",)), ("\\langle", ("\\rangle",)), ("(", (")", "]")), ("[", ("]", ")", "[")))
+_BRACKETS = (("\\{", ("\\}",)), ("{", ("}",)), ("\\langle", ("\\rangle",)), ("(", (")", "]")), ("[", ("]", ")", "[")))
 _AND = re.compile(r"\\text\{ ?and ?\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\(?:land|wedge)(?![A-Za-z])")
 _COMMA = re.compile(r"[,;]")
 _BAR = re.compile(r"\||:(?!=)")
@@ -134,13 +134,15 @@ def _enclosed(text: str) -> tuple[str, str, str] | None:
 
 
 def _is_words(text: str) -> bool:
-    return _ONLY_WORDS.fullmatch(text) is not None and not re.fullmatch(_FUNCTIONS, text)
+    """Whether a bare text is words: "cat", "no solution"; not "sin x", not "pi"."""
+    if _ONLY_WORDS.fullmatch(text) is None or _CONSTANT.fullmatch(text):
+        return False
+    return _CALL.search(text) is None or _has_words(text)
 
 
 def words(text: str) -> str:
-    """Words with case (beyond a single letter), spacing and punctuation taken out."""
-    plain = re.sub(r"[^A-Za-z0-9]+", " ", text).strip()
-    return plain if len(plain) == 1 else plain.lower()
+    """Words with case, spacing and punctuation taken out."""
+    return re.sub(r"[^A-Za-z0-9]+", " ", text).strip().lower()
 
 
 def read(text: str, depth: int = 0) -> Node:
@@ -169,10 +171,8 @@ def read(text: str, depth: int = 0) -> Node:
     if clock := _CLOCK.fullmatch(text):
         hour, minute, second, half = clock.groups()
         return Clock(int(hour) * 60 + int(minute), int(second or 0), half.lower() if half else None)
-    # "ab" is a product of two unknowns, "no" is a word.
-    if _is_words(text) and (len(text) > 3 or not text.isalpha() or _SHORT_WORD.fullmatch(text)):
-        enclosed = _enclosed(text)
-        return Text(words(text)) if enclosed is None or len(enclosed[1]) > 1 else read(enclosed[1], depth + 1)
+    if _is_words(text):
+        return Text(words(text), "" if _has_words(text) else text)
     if holes := _REALS_WITHOUT.fullmatch(text):
         return _punctured(split_top(holes.group("points"), _COMMA)[0], text)
     parts, unions = split_top(text, _CUP)
@@ -235,7 +235,10 @@ def _punctured(points: list[str], text: str) -> Node:
 
 
 def _read_bracket(opening: str, inside: str, closing: str, text: str, depth: int) -> Node:
-    if opening == "\\{":
+    if opening == "{" and len(split_top(inside, _COMMA)[0]) == 1:
+        # TeX's braces, which group. Around a list they are a set's whose backslashes were forgotten.
+        return read(inside, depth + 1)
+    if opening in ("\\{", "{"):
         sides, bars = split_top(inside, _BAR)
         if bars and sides[0] and sides[1]:
             # {x | condition}: the condition says it all; {x ∈ R | condition} likewise.
@@ -264,6 +267,11 @@ def _read_bracket(opening: str, inside: str, closing: str, text: str, depth: int
 
 def _read_relation(sides: list[str], operators: list[str], text: str, depth: int) -> Node:
     symbols = [operator.lstrip("\\").replace(":=", "=").replace("approx", "=") for operator in operators]
+    if symbols[0] == "=" and not sides[0]:
+        # "= 5": the left side is the question's.
+        sides, symbols = sides[1:], symbols[1:]
+        if not symbols:
+            return read(sides[0], depth + 1)
     if not all(sides) or any(symbol not in ("=", "<", ">", "le", "ge", "ne", "in") for symbol in symbols):
         return Raw(text, "a relation this layer does not read")
     if set(symbols) == {"="}:
@@ -271,12 +279,15 @@ def _read_relation(sides: list[str], operators: list[str], text: str, depth: int
         if len(sides) == 2 and not _is_name(name) and _is_name(value):
             name, value = value, name
         if not _is_name(name):
-            prose = any(_has_words(side) for side in sides)
-            return Raw(text, "words inside a formula") if prose else Relation("=", sides[0], sides[-1])
+            if any(_has_words(side) for side in sides):
+                return Raw(text, "words inside a formula")
+            return Relation("=", sides[0], sides[-1], chain=tuple(sides))
         signed = _signs(value)
         if len(signed) > 1:
             return Group("list", tuple(read(f"{name} = {item}", depth + 1) for item in signed), text)
-        return Assign(canonical(name), read(value, depth + 1), (name, value))
+        # Beside "=" letters are a product: x = ab.
+        product = _LETTERS.fullmatch(value) and not _has_words(value)
+        return Assign(canonical(name), read(spelled(value) if product else value, depth + 1), (name, value))
     if symbols == ["in"]:
         return Assign(canonical(sides[0]), read(sides[1], depth + 1))
     if "=" in symbols or "in" in symbols or ("ne" in symbols and len(symbols) > 1):
@@ -311,6 +322,8 @@ def _read_inequality(sides: list[str], symbols: list[str], text: str) -> Node:
     if len(sides) != 2:
         return Raw(text, "a chain of three relations")
     left, right = sides
+    if (size := re.fullmatch(r"\|([^|]+)\|", left)) and symbols[0] != "ne" and _positive(right):
+        return _read_inequality([f"-{right}", size[1].strip(), right], symbols * 2, text)
     for name, value, below in ((left, right, True), (right, left, False)):
         if not _is_name(name):
             continue
@@ -325,10 +338,15 @@ def _read_inequality(sides: list[str], symbols: list[str], text: str) -> Node:
     return Relation(symbols[0], left, right)
 
 
+def _positive(text: str) -> bool:
+    numeral = read_numeral(text)
+    return numeral is not None and numeral.value > 0
+
+
 def _has_words(text: str) -> bool:
     """Whether there is prose in a formula. Letters in a row are a product up to three of them."""
     return r"\text" in text or any(
-        _SHORT_WORD.fullmatch(run) or (len(run) > 3 and not re.fullmatch(rf"(?:{_FUNCTIONS})+[A-Za-z]?", run))
+        _SHORT_WORD.fullmatch(run) or (len(run) > 3 and not _NOT_PROSE.fullmatch(run))
         for run in _WORD_RUN.findall(text)
     )
 
