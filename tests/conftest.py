@@ -12,7 +12,7 @@ settings.load_profile("apportion")
 
 
 def pytest_collection_modifyitems(config, items):
-    """`slow` tests run where APPORTION_SLOW=1 is set (as `make evidence` does) or where -m selects by marker."""
+    """`slow` tests run where APPORTION_SLOW=1 is set or where -m selects by marker."""
     if os.environ.get("APPORTION_SLOW") == "1" or config.getoption("markexpr"):
         return
     skip = pytest.mark.skip(reason="slow: minutes long; run by `make evidence`, or with APPORTION_SLOW=1")

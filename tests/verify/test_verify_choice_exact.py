@@ -8,6 +8,7 @@ import pytest
 
 from apportion.errors import InputError
 from apportion.verify import grade
+from apportion.verify.choice import ChoiceSettings, choose
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,7 @@ def test_b_is_chosen(response):
         "It could be A or C. The answer is B.",
         "It is (A). Hmm, no, it is (B).",
         "The answer is (B) rather than (A)",
+        "We choose B rather than A",
         "Is it A or B? I say (B).",
         "B. Neither A nor C is a prime",
         "B) A dog or a cat",
@@ -121,6 +123,14 @@ def test_a_gold_names_one_option(gold):
 def test_no_choice(response):
     verdict = grade("choice", "B", response)
     assert (verdict.outcome, verdict.prediction) == ("wrong", None)
+
+
+@pytest.mark.parametrize(
+    "unit", ["A or ", "(A), ", "not ", "A. ", "(A) is ", "*", "answer is B or ", "option ", "A ( ", "n't "]
+)
+def test_reading_options_is_linear_in_hostile_text(unit):
+    # Each would take minutes at quadratic cost.
+    assert choose(unit * (400_000 // len(unit)) + "?!x", ChoiceSettings()) is not None
 
 
 def test_choice_settings():

@@ -14,7 +14,8 @@ from apportion.verify.extract import after_thinking, final_answer
 from apportion.verify.normalise import normalise
 from apportion.verify.verdict import Verdict
 
-_ITEM = r"(?:(?:option|choice|answer) ?)?[(\[]? ?([A-Za-z]) ?[)\]]?(?![A-Za-z])[.:]?"
+# No space may be read in two ways: the repeats below would go through all of them.
+_ITEM = r"(?:(?:option|choice|answer) ?)?(?:[(\[] ?)?([A-Za-z])(?![A-Za-z])(?: ?[)\]])?[.:]?"
 _JOINT = r"(?:\bor\b|\band\b|\bnor\b|[,;/&\n ])"
 # Nothing but options: "B", "(b)", "option B", "A, B", "A and B".
 _ITEMS = re.compile(rf"(?:both |either )?{_ITEM}(?:{_JOINT}+{_ITEM})*", re.IGNORECASE)

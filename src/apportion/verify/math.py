@@ -1,5 +1,8 @@
 """Mathematical answers: math-verify behind rules that say what counts as the same answer.
 
+Bare letters ("cat", "ab") are words, whose case does not matter; between maths marks, after "=" and beside a formula on
+the other side they are products of unknowns, whose case does.
+
 `decide` is the whole judgement and runs in a child process (`pool`): a formula may take for ever. `quick` settles
 what needs no computer algebra (same spelling, plain numerals) in this process.
 """
@@ -29,7 +32,7 @@ class MathSettings:
         percent: 28% equals 28 and 0.28 ("either"), only 28 ("sign"), only 0.28 ("fraction"), only 28% ("strict").
         units: a unit may be left out on one side, but two units must be the same ("optional"); both sides must
             carry the same one ("required"); units are not looked at ("ignored"). Degrees, currencies and am/pm
-            are units.
+            are units, and a percent sign is another unit than all of them.
         intervals: x ≥ 2 equals [2, ∞) ("either"), or an inequality answers only an inequality ("strict").
         order: order in a bare comma list does not matter ("any") or does ("given"). In (a, b) it always does, in
             {a, b} never.

@@ -102,7 +102,9 @@ def _bracketed_calls(text: str) -> str:
     """sqrt(...) and abs(...) as \\sqrt{...} and |...|."""
     while call := _CALL.search(text):
         opening, closing = ("\\sqrt{", "}") if call["sqrt"] else ("|", "|")
-        end = matching(text, "()")[call.end()]
+        end = matching(text, "()").get(call.end())
+        if end is None:
+            raise Unreadable("brackets do not balance")
         text = text[: call.start()] + opening + text[call.end() + 1 : end] + closing + text[end + 1 :]
     return text
 
