@@ -125,7 +125,7 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         (["-m", "probepo", "--set", "=1"], ["--set", "'=1'"]),
         (["-m", "probepo", "--set", "alpha=much"], ["probepo.alpha", "'much'"]),
         (["-m", "probepo", "--set", "alpha=NaN"], ["probepo.alpha", "finite"]),
-        (["-m", "probepo", "--set", "budget=4", "--set", "samples=8"], ["probepo.budget: got 4", "at least samples, 8"]),
+        (["-m", "probepo", "--set", "budget=4", "--set", "samples=8"], ["budget: got 4", "at least samples, 8"]),
     ],
 )
 def test_bad_settings_are_found_before_the_file_is_read(arguments: list[str], parts: list[str]) -> None:
