@@ -67,8 +67,12 @@ def _table(title: str, columns: list[str], rows: list[list[str]], leading: int =
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False, leading=leading)
     for column in columns:
         prose = column in ("cost", "paper and marks", "meaning")
-        # What one copies into a command is never broken over lines.
-        table.add_column(column, no_wrap=not prose, min_width=13 if prose else None, overflow="fold")
+        # What one copies into a command is never broken over lines, but for a default that is a list of patterns.
+        long = column == "default"
+        table.add_column(
+            column, no_wrap=not (prose or long), min_width=13 if prose else None,
+            max_width=24 if long else None, overflow="fold",
+        )  # fmt: skip
     for row in rows:
         # As text and not as markup: [paper] is a word here.
         table.add_row(*map(Text, row))

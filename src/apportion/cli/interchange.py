@@ -42,6 +42,8 @@ def plan(source: Source, method: Method, setting: Settings = None, output: Outpu
     lines = list(interchange.request_lines(batch, interchange.plan(batch, chosen)))
     if "continuations" not in chosen.needs:
         say("note", f"{chosen.name} measures nothing, so there is nothing to request")
+    elif not lines:
+        say("note", f"nothing to request: see `apportion methods {chosen.name}` for what decides where to measure")
     with whole_file(output) as file:
         file.writelines(lines)
 

@@ -100,7 +100,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
     for key, value in (overrides or {}).items():
         section, dot, name = key.partition(".")
         if not dot:
-            raise InputError("--set", repr(key), "section.key=value, for example run.steps=50")
+            raise InputError("--set", repr(key), "section.key=value, for example method.budget=24 or run.steps=50")
         _check_keys(section, {name: value})
         data.setdefault(section, {})[name] = value
     try:
