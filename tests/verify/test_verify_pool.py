@@ -133,7 +133,9 @@ def test_close_leaves_no_process(pool):
 
 def test_ctrl_c_ends_the_process_and_its_children():
     script = (
-        "import sys; from apportion.verify.pool import Pool\n"
+        "import signal, sys; from apportion.verify.pool import Pool\n"
+        # A test run started in the background hands down an ignored SIGINT, which no terminal does.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
         "pool = Pool(1, 512, module='pool_tasks')\n"
         "print(pool.run({'do': 'echo', 'value': 0}, 10).value[1], flush=True)\n"
