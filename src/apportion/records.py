@@ -90,12 +90,7 @@ def credit_rows(
     rollouts: Rollouts, credit: Credit, mean: Sequence[float], scale: Sequence[float]
 ) -> list[dict[str, Any]]:
     """The rows of a step's `credit` file. `mean` and `scale` are the host's μ and divisor of each response."""
-    pieces: list[list[dict[str, float]]] = [[] for _ in range(len(rollouts))]
-    if credit.segments is not None:
-        names = [f.name for f in fields(Segments) if f.name != "row"]
-        columns = [getattr(credit.segments, name).tolist() for name in names]
-        for row, *values in zip(credit.segments.row.tolist(), *columns, strict=True):
-            pieces[row].append(dict(zip(names, values, strict=True)))
+    pieces = credit.segments.by_row(len(rollouts)) if credit.segments else [[] for _ in range(len(rollouts))]
     common = {
         "method": credit.method, "settings": json.dumps(dict(credit.settings)),
         "invariants": json.dumps(dict(credit.invariants)), "counts": json.dumps(dict(credit.counts)),

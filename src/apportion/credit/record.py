@@ -6,7 +6,7 @@ Shapes: _N flat tokens, _R responses, _S segments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,15 @@ class Segments:
     stderr: Tensor
     increment: Tensor
     samples: Tensor
+
+    def by_row(self, rows: int) -> list[list[dict[str, float]]]:
+        """For each of `rows` responses its segments in order, every field but `row` by name."""
+        names = [f.name for f in fields(self) if f.name != "row"]
+        columns = [getattr(self, name).tolist() for name in names]
+        found: list[list[dict[str, float]]] = [[] for _ in range(rows)]
+        for row, *values in zip(self.row.tolist(), *columns, strict=True):
+            found[row].append(dict(zip(names, values, strict=True)))
+        return found
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,29 @@ def whiten(values: Tensor, use: Tensor, ddof: int, epsilon: float) -> Tensor:
     return out
 
 
-class ReinforcePP(CreditMethod):
+class _Whitened(CreditMethod):
+    """What the two have in common: token values whitened over the batch are the advantages."""
+
+    conserves: ClassVar[Conserves] = "none"
+    marks: ClassVar[str] = "[paper]; ε and the sample deviation after verl, ε added to the deviation [ours]"
+
+    epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False, description="added to the batch's deviation")
+
+    @property
+    def batch_wide(self) -> bool:
+        return True
+
+    def _credit(self, rollouts: Rollouts, values: Tensor, use: Tensor, keep: Tensor | None = None) -> Credit:
+        residual = whiten(values, use, self.ddof, self.epsilon)
+        if keep is not None:
+            residual = torch.where(keep[rollouts.row], residual, 0.0)
+        return Credit.form(
+            rollouts, rollouts.row_mean(residual), weight=torch.zeros_like(residual), residual=residual,
+            method=self.name, settings=self.settings, conserves=self.conserves,
+        )  # fmt: skip
+
+
+class ReinforcePP(_Whitened):
     """REINFORCE++ [paper, arXiv 2501.03262]: discounted return of each token, whitened over the batch.
 
     R_t = γ^(number of trainable tokens after t)·r_i, then `whiten` over the batch's trainable tokens. It uses
@@ -46,18 +68,11 @@ class ReinforcePP(CreditMethod):
     """
 
     name: ClassVar[str] = "reinforce_pp"
-    conserves: ClassVar[Conserves] = "none"
     grouped: ClassVar[bool] = False
     learns_when_collapsed: ClassVar[bool] = True
     paper: ClassVar[str] = "REINFORCE++, arXiv 2501.03262"
-    marks: ClassVar[str] = "[paper]; ε and the sample deviation after verl, ε added to the deviation [ours]"
 
     gamma: float = Field(1.0, ge=0, le=1, description="discount a token")
-    epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False, description="added to the batch's deviation")
-
-    @property
-    def batch_wide(self) -> bool:
-        return True
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         use = rollouts.mask & rollouts.scored[rollouts.row]
@@ -66,43 +81,19 @@ class ReinforcePP(CreditMethod):
         after = torch.where(use, through_row - seen, 0.0)
         reward = torch.where(rollouts.scored, rollouts.reward.double(), 0.0)
         returns = reward[rollouts.row] * self.gamma**after
-        return _whitened(self, rollouts, returns, use)
+        return self._credit(rollouts, returns, use)
 
 
-class ReinforcePPBaseline(CreditMethod):
+class ReinforcePPBaseline(_Whitened):
     """REINFORCE++-baseline [paper, arXiv 2501.03262]: r_i − μ on every token, whitened over the batch.
 
     Responses of a collapsed group count in the batch's statistics (as in verl) but get exactly 0.
     """
 
     name: ClassVar[str] = "reinforce_pp_baseline"
-    conserves: ClassVar[Conserves] = "none"
     paper: ClassVar[str] = "REINFORCE++-baseline, arXiv 2501.03262"
-    marks: ClassVar[str] = "[paper]; ε and the sample deviation after verl, ε added to the deviation [ours]"
-
-    epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False, description="added to the batch's deviation")
-
-    @property
-    def batch_wide(self) -> bool:
-        return True
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         use = rollouts.mask & rollouts.scored[rollouts.row]
         centred = torch.where(base.live, rollouts.reward.double() - base.mean, 0.0)
-        return _whitened(self, rollouts, centred[rollouts.row], use, base.live)
-
-
-def _whitened(
-    method: ReinforcePP | ReinforcePPBaseline,
-    rollouts: Rollouts,
-    values: Tensor,
-    use: Tensor,
-    keep: Tensor | None = None,
-) -> Credit:
-    residual = whiten(values, use, method.ddof, method.epsilon)
-    if keep is not None:
-        residual = torch.where(keep[rollouts.row], residual, 0.0)
-    return Credit.form(
-        rollouts, rollouts.row_mean(residual), weight=torch.zeros_like(residual), residual=residual,
-        method=method.name, settings=method.settings, conserves=method.conserves,
-    )  # fmt: skip
+        return self._credit(rollouts, centred[rollouts.row], use, base.live)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -78,13 +77,12 @@ def to_line(record: Row, number: int) -> str:
 
 def _segments(segments: Segments | None, rows: int) -> list[list[Row]]:
     """The segments of each of R responses as objects."""
-    out: list[list[Row]] = [[] for _ in range(rows)]
-    if segments is not None:
-        names = [f.name for f in fields(Segments) if f.name != "row"]
-        columns = [_finite(getattr(segments, name).tolist()) for name in names]
-        for row, *values in zip(segments.row.tolist(), *columns, strict=True):
-            out[row].append(dict(zip(names, values, strict=True)))
-    return out
+    if segments is None:
+        return [[] for _ in range(rows)]
+    return [
+        [dict(zip(piece, _finite(list(piece.values())), strict=True)) for piece in pieces]
+        for pieces in segments.by_row(rows)
+    ]
 
 
 def _shortest(values: Tensor) -> list[Any]:

@@ -13,7 +13,8 @@ from typing import Any
 from apportion.errors import InputError, nearest
 from apportion.tasks import TASKS, ArithmeticTask, Split, generate, load_problems, parse_problem, verify
 from apportion.train.settings import DataSection, RunConfig
-from apportion.verify import Verdict, check_gold, grade_many
+from apportion.verify import check_gold
+from apportion.verify.rewards import verifier_reward
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -102,13 +103,10 @@ def _file(config: RunConfig, chat: bool) -> Problems:
         prompt = [*system, {"role": "user", "content": text}] if chat else f"{text}\n"
         rows.append({**problem, "prompt": prompt})
 
-    def reward(completions: Sequence[Any], answer: Sequence[Any], **columns: Any) -> list[float | None]:
-        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-        items = [{"kind": kind, "gold": g, "prediction": t} for g, t in zip(answer, texts, strict=True)]
-        return [_number(verdict) for verdict in grade_many(items)]
+    graded = verifier_reward(kind)
+
+    # TRL names a metric after the function: one name, whatever the verifier.
+    def reward(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        return graded(completions, **columns)
 
     return Problems(rows, [], reward)
-
-
-def _number(verdict: Verdict) -> float | None:
-    return None if verdict.outcome == "abstain" else verdict.reward

@@ -42,14 +42,12 @@ class Capture:
         rewards: (R, F) of all ranks, NaN where a function abstained.
         passes: TRL's no-gradient passes over the batch: log-probabilities, entropies (None for a reference
             model), and whether the pass drew random numbers, which only dropout does.
-        grading: seconds in the reward functions.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     rewards: Tensor | None = None
     passes: list[tuple[Tensor, Tensor | None, bool]] = field(default_factory=list)
-    grading: float = 0.0
 
 
 @dataclass(frozen=True)
