@@ -27,7 +27,8 @@ from apportion.credit.registry import make_method, method_names
 from apportion.engines.base import Key, Request, Sampling
 from apportion.engines.transformers import TransformersEngine
 from apportion.groups import grpo_base
-from apportion.measure.plan import Continuations, Evidence, Job
+from apportion.measure.evidence import Continuations, Evidence
+from apportion.measure.plan import Job
 from apportion.measure.tokens import token_logprobs_and_entropies
 from apportion.rollouts import Rollouts
 from apportion.segments import token_offsets

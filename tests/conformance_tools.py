@@ -6,10 +6,11 @@ Rewards of the oracle are a hash of the state's tokens, as a real engine's depen
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import FrameType
 from typing import Any
 
@@ -20,32 +21,65 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from apportion.credit.method import CreditMethod
 from apportion.credit.record import Credit
 from apportion.groups import Base
-from apportion.measure.plan import Continuations, Evidence, Job
+from apportion.measure.evidence import Belief, Confidence, Continuations, Evidence, Importance, StepLabels
+from apportion.measure.plan import AnyJob, BeliefJob, ConfidenceJob, Job, SensitivityJob
 from apportion.rollouts import Rollouts
 
 NAN = float("nan")
-Entries = list[tuple[int, int, list[float | None]]]
+
+
+@dataclass
+class Entries:
+    """What an engine brought back, by kind, as the host would hand it to `evidence`.
+
+    `belief` is (row, position, logprob), `confidence` (row, position, conf, acc), `steps` (row, start, ok),
+    `importance` row → one value a token. `answer` is row → where its own answer starts.
+    """
+
+    continuations: list[tuple[int, int, list[float | None]]] = field(default_factory=list)
+    belief: list[tuple[int, int, float]] = field(default_factory=list)
+    confidence: list[tuple[int, int, float, float]] = field(default_factory=list)
+    steps: list[tuple[int, int, bool]] = field(default_factory=list)
+    importance: dict[int, list[float]] = field(default_factory=dict)
+    answer: dict[int, int] = field(default_factory=dict)
+
+    def restricted(self, rows: list[int]) -> Entries:
+        """Those of these rows, renumbered to their places in the list."""
+        place = {row: i for i, row in enumerate(rows)}
+
+        def kept(entries: list[Any]) -> list[Any]:
+            return [(place[row], *rest) for row, *rest in entries if row in place]
+
+        return Entries(
+            kept(self.continuations), kept(self.belief), kept(self.confidence), kept(self.steps),
+            {place[row]: values for row, values in self.importance.items() if row in place},
+            {place[row]: at for row, at in self.answer.items() if row in place},
+        )  # fmt: skip
+
+    def shuffled(self, seed: int) -> Entries:
+        """The same in another order, continuations one by one."""
+        pieces = [(row, at, [r]) for row, at, rewards in self.continuations for r in rewards]
+        lists: list[Any] = [pieces, list(self.belief), list(self.confidence), list(self.steps)]
+        for entries in lists:
+            random.Random(seed).shuffle(entries)
+        return Entries(*lists, importance=dict(self.importance), answer=dict(self.answer))
 
 
 def rows_batch(rows: Iterable[dict[str, Any]], seed: int = 0) -> Rollouts:
-    """A batch from dicts with `group`, `reward` and either `length` or `mask`; the rest is random."""
+    """A batch from dicts with `group`, `reward` and either `length` or `mask`; the rest is random.
+
+    A response of at least 12 tokens states an answer at its end. Every ninth token starts a step and, in the tree,
+    an edge; odd and even responses of a group share their first node.
+    """
     columns: dict[str, list[Any]] = {
         name: []
         for name in (
-            "ids",
-            "group",
-            "reward",
-            "mask",
-            "entropy",
-            "logprob",
-            "ref",
-            "boundary",
-            "chars",
-            "text",
+            "ids", "group", "reward", "mask", "entropy", "logprob", "ref", "boundary", "chars", "text", "path",
         )
-    }
+    }  # fmt: skip
     for number, row in enumerate(rows):
-        fill = random.Random(f"{seed}/{row.get('uid', number)}")
+        uid = row.get("uid", number)
+        fill = random.Random(f"{seed}/{uid}")
         mask = row.get("mask", [1] * row.get("length", 0))
         n = len(mask)
         columns["ids"].append([fill.randrange(2, 100) for _ in range(n)])
@@ -58,12 +92,14 @@ def rows_batch(rows: Iterable[dict[str, Any]], seed: int = 0) -> Rollouts:
         columns["ref"].append([-fill.uniform(0, 3) if m else NAN for m in mask])
         columns["boundary"].append([t % 9 == 5 for t in range(n)])
         columns["chars"].append(list(range(n)))
-        columns["text"].append("x" * n)
+        columns["text"].append("x" * n if n < 12 else "x" * (n - 9) + r"\boxed{7}")
+        edges = 1 + len(range(5, n, 9))
+        columns["path"].append((f"{row['group']}/{uid % 2}", *(f"{uid}.{d}" for d in range(1, edges))))
     return Rollouts.from_lists(
         columns["ids"], columns["group"], columns["reward"],
         mask=columns["mask"], entropy=columns["entropy"], old_logprob=columns["logprob"],
         ref_logprob=columns["ref"], boundary=columns["boundary"], char_start=columns["chars"],
-        text=tuple(columns["text"]),
+        text=tuple(columns["text"]), path=tuple(columns["path"]),
     )  # fmt: skip
 
 
@@ -99,25 +135,68 @@ def oracle(rollouts: Rollouts, row: int, position: int, m: int) -> float | None:
     return None if word[0] < 16 else float(word[1] % 5 > 2)
 
 
-def answered(rollouts: Rollouts, jobs: list[Job], first: int = 0) -> Entries:
-    """One entry for every pivot that each job serves."""
-    return [
-        (row, position, [oracle(rollouts, job.row, job.position, first + m) for m in range(job.samples)])
-        for job in jobs
-        for row, position in job.pivots
-    ]
+def reading(rollouts: Rollouts, row: int, position: int, what: str) -> float:
+    """A number in [0, 1) that depends on the state alone, as a real reading does."""
+    start = int(rollouts.offsets[row])
+    tokens = rollouts.token_ids[start : start + position].tolist()
+    word = hashlib.blake2b(f"{rollouts.name(row)}/{tokens}/{what}".encode(), digest_size=2).digest()
+    return int.from_bytes(word, "big") / 2**16
+
+
+def answered(rollouts: Rollouts, jobs: Iterable[AnyJob], first: int = 0) -> Entries:
+    """What an engine would answer: continuations for every pivot that a job serves, and a reading a state."""
+    found = Entries()
+    for job in jobs:
+        row = job.row
+        if isinstance(job, Job):
+            found.continuations += [
+                (i, at, [oracle(rollouts, row, job.position, first + m) for m in range(job.samples)])
+                for i, at in job.pivots
+            ]
+        elif isinstance(job, BeliefJob):
+            found.belief += [(row, p, math.log1p(-reading(rollouts, row, p, "belief"))) for p in job.positions]
+        elif isinstance(job, ConfidenceJob):
+            found.confidence += [
+                (row, p, reading(rollouts, row, p, "conf"), reading(rollouts, row, p, "acc")) for p in job.positions
+            ]
+        else:
+            end = job.reasoning if isinstance(job, SensitivityJob) else int(rollouts.length[row])
+            values = [4 * reading(rollouts, row, p, "importance") ** 3 for p in range(end)]
+            found.importance[row] = values + [0.0] * (int(rollouts.length[row]) - end)
+            if isinstance(job, SensitivityJob):
+                found.answer[row] = end
+    return found
 
 
 def measure(method: CreditMethod, rollouts: Rollouts, base: Base | None = None) -> Entries:
-    """What an engine would bring back for both waves of requests."""
+    """What an engine would bring back for both waves of requests, and a step verifier for every step."""
     base = method.base(rollouts) if base is None else base
     entries = answered(rollouts, method.plan(rollouts, base))
     wave = method.refine(rollouts, base, evidence_of(rollouts, entries))
-    return entries + answered(rollouts, wave, first=100)
+    entries.continuations += answered(rollouts, wave, first=100).continuations
+    assert rollouts.boundary is not None
+    entries.steps = [
+        (row, at, reading(rollouts, row, at, "ok") < 0.7)
+        for row, at, starts in zip(
+            rollouts.row.tolist(), rollouts.position.tolist(), rollouts.boundary.tolist(), strict=True
+        )
+        if starts or at == 0
+    ]
+    return entries
 
 
 def evidence_of(rollouts: Rollouts, entries: Entries) -> Evidence:
-    return Evidence(continuations=Continuations.from_rewards(rollouts, entries))
+    """Every kind is there. A row with nothing in it was measured: it had no gold answer and no step."""
+    rows = range(len(rollouts))
+    length = rollouts.length.tolist()
+    return Evidence(
+        continuations=Continuations.from_rewards(rollouts, entries.continuations),
+        belief=Belief.from_entries(rollouts, entries.belief, rows),
+        confidence=Confidence.from_entries(rollouts, entries.confidence, rows),
+        steps=StepLabels.from_entries(rollouts, entries.steps, rows),
+        importance=Importance.from_rows(rollouts, [entries.importance.get(i, [0.0] * n) for i, n in enumerate(length)]),
+        answer_start=torch.tensor([entries.answer.get(i, -1) for i in rows], dtype=torch.int64),
+    )
 
 
 def credit(
@@ -140,16 +219,10 @@ def assert_rows(got: list[Tensor], wanted: list[Tensor]) -> None:
         assert torch.allclose(row, other, rtol=1e-6, atol=1e-7), f"row {number}: {row} is not {other}"
 
 
-def restricted(entries: Entries, rows: list[int]) -> Entries:
-    """Entries of these rows, renumbered to their places in the list."""
-    place = {row: i for i, row in enumerate(rows)}
-    return [(place[row], position, rewards) for row, position, rewards in entries if row in place]
-
-
 def on_subset(method: CreditMethod, rollouts: Rollouts, entries: Entries, rows: list[int]) -> list[Tensor]:
     """The credit that these rows get when they are the whole batch."""
     part = rollouts.select(rows)
-    return by_row(part, credit(method, part, restricted(entries, rows)).token)
+    return by_row(part, credit(method, part, entries.restricted(rows)).token)
 
 
 def groups_of(rollouts: Rollouts) -> list[list[int]]:
@@ -157,7 +230,7 @@ def groups_of(rollouts: Rollouts) -> list[list[int]]:
 
 
 def tensors(*records: Any) -> list[Tensor]:
-    values = [getattr(record, field.name) for record in records for field in fields(record)]
+    values = [getattr(record, f.name) for record in records for f in fields(record)]
     return [value for value in values if isinstance(value, Tensor)]
 
 

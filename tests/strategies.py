@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from apportion.measure.plan import Continuations, Evidence
+from apportion.measure.evidence import Continuations, Evidence
 from apportion.rollouts import Rollouts
 from reference import Response
 

@@ -16,7 +16,8 @@ from apportion.credit.method import CreditMethod
 from apportion.credit.record import Conserves, Credit
 from apportion.credit.registry import make_method, method_names
 from apportion.groups import Base
-from apportion.measure.plan import Evidence, Job
+from apportion.measure.evidence import Evidence
+from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
 from conformance import LAWS, Law
 

@@ -17,7 +17,7 @@ from apportion.credit.registry import make_method
 from apportion.credit.reinforce_pp import whiten
 from apportion.errors import InputError
 from apportion.groups import group_stats, grpo_base
-from apportion.measure.plan import Evidence
+from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
 
 NAN = float("nan")

@@ -85,7 +85,7 @@ def response(**change: Any) -> dict[str, Any]:
         "boundaries": [2],
         "finish": "stop",
         "path": ["root", "left"],
-        "evidence": {"continuations": [{"position": 2, "rewards": [1, 0, None]}], "belief": "not read yet"},
+        "evidence": {"continuations": [{"position": 2, "rewards": [1, 0, None]}], "other": "not read"},
         **change,
     }
     return {field: value for field, value in row.items() if value is not None or field == "reward"}
@@ -305,7 +305,7 @@ def test_numbers_carried_along_must_fit() -> None:
 
 def test_carries_other_fields_along() -> None:
     extra = {"note": {"deep": [1, None, "é\ud800"]}, "advantage": "old", "big": 2**70, "tiny": 1e-300}
-    row = response(**extra, evidence={"continuations": [], "confidence": [{"conf": 0.1}], "unheard_of": 1})
+    row = response(**extra, evidence={"continuations": [], "own": [{"conf": 0.1}], "unheard_of": 1})
     (got,) = assign(as_lines([row]), "grpo")
     assert list(got)[: len(row)] == list(row)
     assert {**got, "advantage": "old"} == {
@@ -433,10 +433,11 @@ def test_plan_folds_identical_prefixes() -> None:
     rows = [steps([1, 2, 3, 4, 5, 6, 7, 8], 1), steps([1, 2, 9, 9, 9, 9, 9, 9], 0)]
     lines = as_lines(rows)
     chosen = {"samples": 2, "budget": 4, "shortlist": 1, "window": 2, "min_gap": 1}
+    both = {"samples": 2, "kind": "continuations"}
     # Scores are the higher of two entropies from the boundary on: 3, 2, 1 for both rows; [1, 2] is shared.
     assert plan([lines[0], b"\n", lines[1]], "probepo", **chosen) == [
-        {"group": "q", "row": 0, "position": 2, "samples": 2, "score": 3.0, "shared_with": [{"row": 1, "position": 2}]},
-        {"group": "q", "row": 0, "position": 4, "samples": 2, "score": 2.0, "shared_with": []},
+        {"group": "q", "row": 0, "position": 2, **both, "score": 3.0, "shared_with": [{"row": 1, "position": 2}]},
+        {"group": "q", "row": 0, "position": 4, **both, "score": 2.0, "shared_with": []},
     ]  # fmt: skip
     # VinePPO asks at the query and at every boundary; it ranks nothing, and the query is everyone's.
     asked = plan(lines, "vineppo", samples=3)

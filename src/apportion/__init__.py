@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from apportion.credit.registry import make_method, method_names
     from apportion.errors import InputError
     from apportion.groups import Base, GroupStats, group_stats, grpo_base
-    from apportion.measure.plan import Continuations, Evidence, Job
+    from apportion.measure.evidence import Continuations, Evidence
+    from apportion.measure.plan import Job
     from apportion.rollouts import Rollouts
     from apportion.verify import Verdict, grade
 
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Base": "apportion.groups",
-    "Continuations": "apportion.measure.plan",
+    "Continuations": "apportion.measure.evidence",
     "Credit": "apportion.credit.record",
     "CreditMethod": "apportion.credit.method",
-    "Evidence": "apportion.measure.plan",
+    "Evidence": "apportion.measure.evidence",
     "GroupStats": "apportion.groups",
     "InputError": "apportion.errors",
     "Job": "apportion.measure.plan",

@@ -115,3 +115,14 @@ def grpo_base(rollouts: Rollouts, ddof: int = 1, epsilon: float = 1e-4) -> Base:
     scale = torch.where(live, stats.std[rollouts.group] + epsilon, 1.0)
     advantage = torch.where(live, (rollouts.reward.double() - mean) / scale, 0.0)
     return Base(advantage.float(), mean, scale, live)
+
+
+def centred(rollouts: Rollouts, base: Base) -> Tensor:
+    """[R] r − μ, exactly 0 where there is nothing to compare with."""
+    return torch.where(base.live, rollouts.reward.double() - base.mean, 0.0)
+
+
+def group_sum(rollouts: Rollouts, values: Tensor) -> Tensor:
+    """[R] the sum of [R] values over each response's group."""
+    total = values.new_zeros(rollouts.groups).index_add_(0, rollouts.group, values)
+    return total[rollouts.group]

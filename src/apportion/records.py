@@ -3,7 +3,7 @@
     RUN/config.toml                     the resolved configuration
     RUN/metrics.jsonl                   one object a step
     RUN/rollouts/step-000001.parquet    one row a response: ids, text, reward, verdict
-    RUN/evidence/step-000001.parquet    one row a continuation: key, ids, text, verdict
+    RUN/evidence/step-000001.parquet    one row a continuation or reading: key, kind, ids, text, verdict, values
     RUN/credit/step-000001.parquet      one row a response: advantages, base, segments, invariants
 
 Rows of `rollouts` and `credit` of a step stand in the same order, and `row` in `evidence` counts in it.
@@ -33,15 +33,19 @@ ROLLOUTS = pa.schema(
         "row": pa.int32(), "group": pa.string(), "sample": pa.int32(), "prompt": pa.string(), "gold": pa.string(),
         "prompt_ids": _IDS, "token_ids": _IDS, "mask": pa.list_(pa.bool_()), "text": pa.string(),
         "char_start": _IDS, "reward": pa.float64(), "verdict": pa.string(), "finish": pa.string(),
-        "old_logprob": _FLOATS, "entropy": _FLOATS,
+        "old_logprob": _FLOATS, "ref_logprob": _FLOATS, "entropy": _FLOATS, "boundaries": _IDS,
+        "path": pa.list_(pa.string()),
     }
 )  # fmt: skip
 
+# `kind` is that of the job (`measure.plan`) or "steps", a step verifier's verdicts. Continuations have `m` to
+# `rescued`; the others have `values` at `position`: belief [logprob]; confidence [conf, acc]; steps [1 for ok];
+# sensitivity and divergence one value a token of the row, with the position where its answer starts, −1 for none.
 EVIDENCE = pa.schema(
     {
-        "key": pa.string(), "group": pa.string(), "row": pa.int32(), "position": pa.int32(), "m": pa.int32(),
+        "key": pa.string(), "kind": pa.string(), "group": pa.string(), "row": pa.int32(), "position": pa.int32(), "m": pa.int32(),
         "token_ids": _IDS, "text": pa.string(), "reward": pa.float64(), "verdict": pa.string(),
-        "finish": pa.string(), "rescued": pa.bool_(),
+        "finish": pa.string(), "rescued": pa.bool_(), "values": pa.list_(pa.float64()),
     }
 )  # fmt: skip
 
@@ -79,7 +83,10 @@ def rollout_rows(rollouts: Rollouts, prompts: Sequence[str], golds: Sequence[str
                 "text": rollouts.text[i] if rollouts.text else None,
                 "char_start": _part(rollouts.char_start, a, b), "reward": reward, "verdict": verdict_of(reward),
                 "finish": "length" if rollouts.truncated[i] else "stop",
-                "old_logprob": _part(rollouts.old_logprob, a, b), "entropy": _part(rollouts.entropy, a, b),
+                "old_logprob": _part(rollouts.old_logprob, a, b), "ref_logprob": _part(rollouts.ref_logprob, a, b),
+                "entropy": _part(rollouts.entropy, a, b),
+                "boundaries": None if rollouts.boundary is None else rollouts.boundary[a:b].nonzero()[:, 0].tolist(),
+                "path": list(rollouts.path[i]) if rollouts.path else None,
             }
         )  # fmt: skip
         seen[group] = seen.get(group, 0) + 1

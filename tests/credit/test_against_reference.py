@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import reference
 from apportion.credit.registry import make_method
 from apportion.groups import Base, grpo_base
-from apportion.measure.plan import Continuations, Evidence
+from apportion.measure.evidence import Continuations, Evidence
 from strategies import Batch, batches
 
 SLOW = {

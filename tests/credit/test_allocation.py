@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import reference
 from apportion.credit.allocation import integers, neyman, neyman_shares
 from apportion.groups import Base, grpo_base
-from apportion.measure.plan import Continuations, Job, jobs_of
+from apportion.measure.evidence import Continuations
+from apportion.measure.plan import Job, jobs_of
 from apportion.rollouts import Rollouts
 from strategies import Batch, batches
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 
 from apportion.credit.boundaries import lay_segments, per_token, step_positions, take_increments
 from apportion.errors import InputError
-from apportion.measure.plan import Continuations, jobs_of, prefix_digests
+from apportion.measure.evidence import Continuations
+from apportion.measure.plan import jobs_of, prefix_digests
 from apportion.rollouts import Rollouts
 from strategies import Batch, batches
 

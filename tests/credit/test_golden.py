@@ -9,7 +9,7 @@ import torch
 
 from apportion.credit.registry import make_method
 from apportion.groups import Base
-from apportion.measure.plan import Continuations, Evidence
+from apportion.measure.evidence import Continuations, Evidence
 from apportion.rollouts import Rollouts
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "methods.json").read_text())

@@ -20,9 +20,10 @@ from apportion.credit.probepo import ProbePO, forward_max
 from apportion.credit.registry import make_method
 from apportion.errors import InputError
 from apportion.groups import Base
-from apportion.measure.plan import Evidence, Job
+from apportion.measure.evidence import Evidence
+from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
-from conformance_tools import answered, evidence_of
+from conformance_tools import Entries, answered, evidence_of
 
 
 def plan(method: ProbePO, rollouts: Rollouts) -> list[Job]:
@@ -154,7 +155,7 @@ def test_evidence_at_the_prompt_is_no_pivot() -> None:
     rollouts = batch([[1.0] * 4] * 2, [[], []])
     method = ProbePO(alpha=1)
     base = method.base(rollouts)
-    credit = method.assign(rollouts, evidence_of(rollouts, [(0, 0, [1.0, 1.0])]), base)
+    credit = method.assign(rollouts, evidence_of(rollouts, Entries([(0, 0, [1.0, 1.0])])), base)
     assert torch.equal(credit.token, base.advantage[rollouts.row]) and credit.counts["pivots"] == 0
 
 
@@ -162,15 +163,15 @@ def test_a_collapsed_group_may_come_without_a_scale() -> None:
     rollouts = batch([[1.0] * 4] * 2, [[], []], [1.0, 1.0])
     none = torch.zeros(2, dtype=torch.float64)
     base = Base(none.float(), none + torch.nan, none, none.bool())
-    assert not ProbePO(alpha=1).assign(rollouts, evidence_of(rollouts, [(0, 2, [0.0])]), base).token.any()
+    assert not ProbePO(alpha=1).assign(rollouts, evidence_of(rollouts, Entries([(0, 2, [0.0])])), base).token.any()
 
 
 def test_lost_pivots_are_dropped_and_counted() -> None:
     rollouts = batch([[1.0] * 4] * 2, [[], []])
     method = ProbePO(alpha=1)
     base = method.base(rollouts)
-    lost = method.assign(rollouts, evidence_of(rollouts, [(0, 2, [None]), (0, 3, [1.0])]), base)
-    kept = method.assign(rollouts, evidence_of(rollouts, [(0, 3, [1.0])]), base)
+    lost = method.assign(rollouts, evidence_of(rollouts, Entries([(0, 2, [None]), (0, 3, [1.0])])), base)
+    kept = method.assign(rollouts, evidence_of(rollouts, Entries([(0, 3, [1.0])])), base)
     assert torch.equal(lost.token, kept.token)
     assert lost.counts == {"pivots": 1, "dropped_pivots": 1}
 
@@ -221,7 +222,7 @@ def test_neyman_spends_the_budget_and_no_more(abstain: bool) -> None:
     assert [job.samples for job in first] == [2] * 6
     entries = answered(rollouts, first)
     if abstain:
-        entries = [(row, at, [rewards[0] or 0.0, None]) for row, at, rewards in entries]
+        entries.continuations = [(row, at, [rewards[0] or 0.0, None]) for row, at, rewards in entries.continuations]
     second = method.refine(rollouts, method.base(rollouts), evidence_of(rollouts, entries))
     assert sum(job.samples for job in first + second) == 36
     assert ProbePO().refine(rollouts, method.base(rollouts), evidence_of(rollouts, entries)) == []

@@ -12,7 +12,8 @@ import torch
 from apportion.credit.registry import make_method
 from apportion.credit.vineppo import VinePPO
 from apportion.errors import InputError
-from apportion.measure.plan import Evidence, Job
+from apportion.measure.evidence import Evidence
+from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
 from conformance_tools import Entries, evidence_of
 
@@ -47,7 +48,7 @@ def test_steps_come_from_text() -> None:
 
 def test_whitening_is_over_the_trainable_tokens_of_the_batch() -> None:
     rollouts = two_prompts()
-    entries: Entries = [(0, 0, [1.0, 0.0]), (1, 0, [1.0, 0.0]), (1, 2, [0.0]), (2, 0, [1.0, 1.0])]
+    entries = Entries([(0, 0, [1.0, 0.0]), (1, 0, [1.0, 0.0]), (1, 2, [0.0]), (2, 0, [1.0, 1.0])])
     evidence, base = evidence_of(rollouts, entries), VinePPO().base(rollouts)
     plain = VinePPO().assign(rollouts, evidence, base).token
     # Row 0: 1 − .5. Row 1: 0 − .5, masked, 1 − 0. Row 2: 0 − 1.
@@ -63,7 +64,9 @@ def test_whitening_is_over_the_trainable_tokens_of_the_batch() -> None:
 def test_what_was_not_measured_is_counted() -> None:
     rollouts = two_prompts()
     method = VinePPO()
-    credit = method.assign(rollouts, evidence_of(rollouts, [(0, 2, [1.0]), (1, 0, [None])]), method.base(rollouts))
+    credit = method.assign(
+        rollouts, evidence_of(rollouts, Entries([(0, 2, [1.0]), (1, 0, [None])])), method.base(rollouts)
+    )
     # Row 0 has two tokens before its first value; rows 1 and 2 have no value: 2 + 2 trainable tokens.
     assert credit.counts == {"pivots": 1, "dropped_pivots": 1, "unmeasured_tokens": 6}
     assert not credit.token.any(), "1 − 1 after the only value, and nothing before it"

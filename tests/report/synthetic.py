@@ -12,7 +12,7 @@ from typing import Any
 
 from apportion.credit.registry import make_method
 from apportion.groups import grpo_base
-from apportion.measure.plan import Continuations, Evidence
+from apportion.measure.evidence import Continuations, Evidence
 from apportion.records import RunFolder, credit_rows, rollout_rows, verdict_of
 from apportion.rollouts import Rollouts
 from apportion.tasks import ArithmeticTask, generate

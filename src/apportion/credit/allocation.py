@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from apportion.groups import Base
-from apportion.measure.plan import Continuations, Job, jobs_of
+from apportion.measure.evidence import Continuations
+from apportion.measure.plan import Job, jobs_of
 from apportion.rollouts import Rollouts
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from apportion.credit.record import Segments
 from apportion.errors import InputError
-from apportion.measure.plan import Continuations
+from apportion.measure.evidence import Continuations
 from apportion.rollouts import Rollouts
 from apportion.segments import char_to_token
 

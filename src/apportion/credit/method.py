@@ -1,19 +1,26 @@
-"""What a credit method is: a frozen config with two pure functions, `plan` and `assign`."""
+"""What a credit method is: a frozen config with pure functions, `plan` and `assign` the main ones."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 
 from apportion.credit.record import Conserves, Credit
+from apportion.errors import InputError
 from apportion.groups import Base, grpo_base
-from apportion.measure.plan import Evidence, Job
+from apportion.measure.evidence import Evidence
+from apportion.measure.plan import AnyJob, Job
 from apportion.rollouts import Rollouts
 
-Need = Literal["old_logprob", "ref_logprob", "entropy", "steps", "continuations"]
+Need = Literal[
+    "old_logprob", "ref_logprob", "entropy", "steps", "tree", "step_labels",
+    "continuations", "belief", "sensitivity", "confidence", "divergence",
+]  # fmt: skip
+Stage = Literal["base", "credit", "reweight"]
 
 
 class CreditMethod(BaseModel, ABC):
@@ -24,11 +31,18 @@ class CreditMethod(BaseModel, ABC):
 
     Class variables:
         name: registered name.
+        stage: its place in a pipeline (see `credit.pipeline`). "base" methods give each response one advantage
+            and have `rebase`; "credit" methods spread it over tokens; "reweight" methods multiply what others
+            spread and have `reweigh`.
         needs: what the host must supply: per-token fields of the batch (`entropy`, `old_logprob`,
-            `ref_logprob`), step boundaries or text to find them in (`steps`), or measurements.
+            `ref_logprob`), step boundaries or text to find them in (`steps`), node paths (`tree`), verdicts on
+            steps (`step_labels`), or kinds of measurement (`measure.plan.Kind`).
         per_token: whether tokens of one response may get different advantages. Where False, a trainer may keep
             its one advantage a response.
-        conserves: what holds between the credit and its base (see `conservation_error`).
+        conserves: what holds between the credit and its base (see `conservation_error`); `keeps` says where a
+            setting gives it up.
+        uses_base: whether it spreads the base it is given. Where False it has its own (r − μ, or none), and a
+            base estimator before it would be lost.
         grouped: whether it compares the responses of a group, so that a group of one teaches nothing.
         learns_when_collapsed: whether a group whose rewards are all equal, or with one member, still gets
             credit (law 3 gives it exactly 0 otherwise).
@@ -40,9 +54,11 @@ class CreditMethod(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     name: ClassVar[str]
+    stage: ClassVar[Stage] = "credit"
     needs: ClassVar[frozenset[Need]] = frozenset()
     per_token: ClassVar[bool] = True
     conserves: ClassVar[Conserves] = "token_mean"
+    uses_base: ClassVar[bool] = True
     grouped: ClassVar[bool] = True
     learns_when_collapsed: ClassVar[bool] = False
     cost: ClassVar[str] = "none"
@@ -56,17 +72,21 @@ class CreditMethod(BaseModel, ABC):
         """The base to spread where there is no host that supplies one: GRPO's, with `ddof` and `epsilon`."""
         return grpo_base(rollouts, self.ddof, self.epsilon)
 
-    def plan(self, rollouts: Rollouts, base: Base) -> list[Job]:
-        """The continuations this method would have measured; none for methods that measure nothing."""
+    def plan(self, rollouts: Rollouts, base: Base) -> Sequence[AnyJob]:
+        """The measurements this method would have made; none for methods that measure nothing."""
         return []
 
-    def refine(self, rollouts: Rollouts, base: Base, evidence: Evidence) -> list[Job]:
-        """A second wave of requests, made once after `plan`'s were answered; none for most methods."""
+    def refine(self, rollouts: Rollouts, base: Base, evidence: Evidence) -> Sequence[Job]:
+        """A second wave of continuations, made once after `plan`'s were answered; none for most methods."""
         return []
 
     @abstractmethod
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         """Spreads each response's base over its tokens."""
+
+    def after(self, rollouts: Rollouts) -> Self:
+        """The method for the next batch. What a method remembers from batch to batch is a setting of it."""
+        return self
 
     @property
     def batch_wide(self) -> bool:
@@ -74,6 +94,18 @@ class CreditMethod(BaseModel, ABC):
         return False
 
     @property
+    def keeps(self) -> Conserves:
+        """What is conserved with these settings."""
+        return self.conserves
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """Every setting as used, for the record."""
         return self.model_dump()
+
+    def demand(self, field: str, given: Tensor | None, wanted: Tensor, fix: str) -> None:
+        """Raises InputError for the first of the `wanted` [R] responses that `field` was not `given` for."""
+        lacking = wanted if given is None else wanted & ~given
+        if lacking.any():
+            row = int(lacking.nonzero()[0])
+            raise InputError(f"{self.name}: {field} of row {row}", "nothing", "a measurement", fix)

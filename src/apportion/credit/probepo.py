@@ -20,7 +20,8 @@ from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Credit
 from apportion.errors import InputError
 from apportion.groups import Base
-from apportion.measure.plan import Continuations, Evidence, Job, jobs_of, prefix_digests
+from apportion.measure.evidence import Continuations, Evidence
+from apportion.measure.plan import Job, jobs_of, prefix_digests
 from apportion.rollouts import Rollouts
 from apportion.segments import DEFAULT_MARKERS, keep_tail, merge_close, step_starts
 
@@ -119,7 +120,7 @@ class ProbePO(CreditMethod):
         residual = residual.masked_fill(whole[rollouts.row], 0.0)
         return Credit.form(
             rollouts, base.advantage, residual=residual, segments=segments,
-            method=self.name, settings=self.settings, conserves=self.conserves,
+            method=self.name, settings=self.settings, conserves=self.keeps,
             invariants={"telescoping": error},
             counts={"pivots": int(keep.sum()), "dropped_pivots": pivots.dropped},
         )  # fmt: skip

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from apportion.credit.method import CreditMethod
 from apportion.credit.record import Conserves, Credit
-from apportion.groups import Base
-from apportion.measure.plan import Evidence
+from apportion.groups import Base, centred
+from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
 
 
@@ -56,7 +56,7 @@ class _Whitened(CreditMethod):
             residual = torch.where(keep[rollouts.row], residual, 0.0)
         return Credit.form(
             rollouts, rollouts.row_mean(residual), weight=torch.zeros_like(residual), residual=residual,
-            method=self.name, settings=self.settings, conserves=self.conserves,
+            method=self.name, settings=self.settings, conserves=self.keeps,
         )  # fmt: skip
 
 
@@ -95,5 +95,4 @@ class ReinforcePPBaseline(_Whitened):
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         use = rollouts.mask & rollouts.scored[rollouts.row]
-        centred = torch.where(base.live, rollouts.reward.double() - base.mean, 0.0)
-        return self._credit(rollouts, centred[rollouts.row], use, base.live)
+        return self._credit(rollouts, centred(rollouts, base)[rollouts.row], use, base.live)

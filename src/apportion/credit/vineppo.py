@@ -16,7 +16,8 @@ from apportion.credit.record import Conserves, Credit
 from apportion.credit.reinforce_pp import whiten
 from apportion.errors import InputError
 from apportion.groups import Base
-from apportion.measure.plan import Evidence, Job, jobs_of
+from apportion.measure.evidence import Evidence
+from apportion.measure.plan import Job, jobs_of
 from apportion.rollouts import Rollouts
 from apportion.segments import vineppo_steps
 
@@ -75,7 +76,7 @@ class VinePPO(CreditMethod):
         unmeasured = per_token(segments, segments.samples) == 0
         return Credit.form(
             rollouts, base.advantage, weight=torch.zeros_like(residual), residual=residual, segments=segments,
-            method=self.name, settings=self.settings, conserves=self.conserves,
+            method=self.name, settings=self.settings, conserves=self.keeps,
             invariants={"telescoping": error},
             counts={
                 "pivots": int(keep.sum()),

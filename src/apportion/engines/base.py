@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from torch import Tensor
+
 from apportion.errors import InputError
 
 
@@ -95,3 +97,79 @@ class ContinuationEngine(Protocol):
     def continuations(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Continuation]:
         """Yields every continuation of every request, as each finishes."""
         ...
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A response as an engine scores it: the prompt's ids and then its own, never text.
+
+    Attributes:
+        ids: prompt and response. prompt: how many of them are the prompt's. Positions count in the response.
+    """
+
+    key: Key
+    ids: tuple[int, ...] = field(repr=False)
+    prompt: int
+
+
+@dataclass(frozen=True)
+class BeliefRequest(Scoring):
+    """Log-probability of each of `answers` after `cue_ids`, at every one of `positions`; only the answer counts."""
+
+    positions: tuple[int, ...]
+    cue_ids: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class SensitivityRequest(Scoring):
+    """The influence of the first `reasoning` tokens of the response on its own `answer` (see `SensitivityJob`)."""
+
+    reasoning: int
+    answer: tuple[int, int]
+    estimator: Literal["perturb", "gradient"]
+    representation: Literal["last", "answer_mean", "answer_joint"]
+    noise: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ConfidenceRequest(Scoring):
+    """`samples` answers of at most `tokens` tokens after `cue_ids`, and the gold answer's forced probability."""
+
+    positions: tuple[int, ...]
+    cue_ids: tuple[int, ...]
+    gold_ids: tuple[int, ...]
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DivergenceRequest(Scoring):
+    """Two other prompts of the same length for the same response: without what is asked about, and disturbed."""
+
+    blank_ids: tuple[int, ...]
+    disturbed_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read for a key: one value a position (belief), token (sensitivity, divergence, log-probabilities).
+
+    Attributes:
+        values: [K] float64 on the CPU; (K, 2) for confidence: conf and acc.
+    """
+
+    key: Key
+    values: Tensor
+
+
+@dataclass
+class Cost:
+    """What an engine has spent since it was made. Padding counts: it is computed."""
+
+    generated: int = 0
+    forwards: int = 0
+    forward_tokens: int = 0
+    backwards: int = 0
+    backward_tokens: int = 0

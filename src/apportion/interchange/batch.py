@@ -18,8 +18,9 @@ from apportion.credit.method import CreditMethod
 from apportion.credit.record import Credit
 from apportion.errors import InputError
 from apportion.groups import group_stats
-from apportion.interchange.rows import Row, check, measured_states
-from apportion.measure.plan import Continuations, Evidence, Job
+from apportion.interchange.rows import Measured, Row, check, measured
+from apportion.measure.evidence import Belief, Confidence, Continuations, Evidence, Importance, StepLabels
+from apportion.measure.plan import AnyJob
 from apportion.rollouts import Rollouts
 
 # VinePPO measures every response's prompt, so a scored row without a single entry was forgotten. Other methods may
@@ -35,7 +36,7 @@ class Batch:
         rows: the objects as they came.
         lines: the line number of each, from 1; blank lines count.
         rollouts: R responses, in the order of `rows`. A field that only some rows have is None in it.
-        evidence: what was measured. `continuations` is None where no row has that list.
+        evidence: what was measured; a kind that no row has is None.
         absent: field name → the first line that lacks it, for fields that not every row has.
     """
 
@@ -54,13 +55,10 @@ def read(numbered: Iterable[tuple[int, Row]]) -> Batch:
     """
     rows: list[Row] = []
     lines: list[int] = []
-    entries: list[tuple[int, int, Sequence[float | None]]] = []
-    measured = False
+    found: list[Measured] = []
     for number, row in numbered:
         check(row, number)
-        states = measured_states(row, number)
-        measured |= states is not None
-        entries += [(len(rows), position, rewards) for position, rewards in states or []]
+        found.append(measured(row, number))
         rows.append(row)
         lines.append(number)
     if not rows:
@@ -68,8 +66,33 @@ def read(numbered: Iterable[tuple[int, Row]]) -> Batch:
     absent = _absent(rows, lines)
     with lines_for_rows(lines, absent):
         rollouts = _rollouts(rows)
-        evidence = Evidence(Continuations.from_rewards(rollouts, entries) if measured else None)
+        evidence = _evidence(rollouts, found)
     return Batch(rows, lines, rollouts, evidence, absent)
+
+
+def _evidence(rollouts: Rollouts, found: Sequence[Measured]) -> Evidence:
+    """One record a kind; None where no row has it."""
+
+    def states(kind: str) -> tuple[list[Any], list[int]] | None:
+        given = [i for i, row in enumerate(found) if kind in row.states]
+        return ([(i, *entry) for i in given for entry in found[i].states[kind]], given) if given else None
+
+    entries = [
+        (i, position, rewards) for i, row in enumerate(found) for position, rewards in row.continuations or []
+    ]  # fmt: skip
+    probed = any(row.continuations is not None for row in found)
+    belief, confidence, steps = states("belief"), states("confidence"), states("steps")
+    weighed = any(row.importance is not None for row in found)
+    length = rollouts.length.tolist()
+    starts = [n if row.answer_start is None else row.answer_start for row, n in zip(found, length, strict=True)]
+    return Evidence(
+        continuations=Continuations.from_rewards(rollouts, entries) if probed else None,
+        belief=Belief.from_entries(rollouts, *belief) if belief else None,
+        confidence=Confidence.from_entries(rollouts, *confidence) if confidence else None,
+        steps=StepLabels.from_entries(rollouts, *steps) if steps else None,
+        importance=Importance.from_rows(rollouts, [row.importance for row in found]) if weighed else None,
+        answer_start=torch.tensor(starts),
+    )
 
 
 def assign(batch: Batch, method: CreditMethod) -> Credit:
@@ -84,7 +107,7 @@ def assign(batch: Batch, method: CreditMethod) -> Credit:
         return method.assign(batch.rollouts, batch.evidence, method.base(batch.rollouts))
 
 
-def plan(batch: Batch, method: CreditMethod) -> list[Job]:
+def plan(batch: Batch, method: CreditMethod) -> Sequence[AnyJob]:
     """What the method would have measured.
 
     Where it allocates by a pilot, and the file holds the pilot's evidence, its second wave.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -18,7 +19,7 @@ from apportion.credit.record import Credit, Segments
 from apportion.errors import InputError
 from apportion.interchange.batch import Batch
 from apportion.interchange.rows import Row
-from apportion.measure.plan import Job
+from apportion.measure.plan import AnyJob, Job
 
 
 def credit_lines(batch: Batch, credit: Credit) -> Iterator[str]:
@@ -44,22 +45,21 @@ def credit_lines(batch: Batch, credit: Credit) -> Iterator[str]:
         yield to_line({**batch.rows[i], **added, **common}, batch.lines[i])
 
 
-def request_lines(batch: Batch, jobs: Iterable[Job]) -> Iterator[str]:
-    """Each request as a line: `group`, `row` (responses counted from 0), `position`, `samples`.
+def request_lines(batch: Batch, jobs: Iterable[AnyJob]) -> Iterator[str]:
+    """Each request as a line: `group`, `row` (responses counted from 0), `kind`, and what its kind asks for.
 
-    Then `score`, where the method ranks, and `shared_with`: the other pivots whose prefix is the same, which
-    this measurement serves too.
+    Continuations: `position`, `samples`, `score` where the method ranks, and `shared_with`: the other pivots whose
+    prefix is the same, which this measurement serves too. Other kinds: the fields of their job in `measure.plan`.
     """
     for job in jobs:
-        record: Row = {
-            "group": batch.rows[job.row]["group"],
-            "row": job.row,
-            "position": job.position,
-            "samples": job.samples,
-        }
-        if isfinite(job.score):
-            record["score"] = job.score
-        record["shared_with"] = [{"row": row, "position": position} for row, position in job.pivots[1:]]
+        record: Row = {"group": batch.rows[job.row]["group"], "row": job.row}
+        if isinstance(job, Job):
+            record |= {"position": job.position, "samples": job.samples, "kind": job.kind}
+            if isfinite(job.score):
+                record["score"] = job.score
+            record["shared_with"] = [{"row": row, "position": position} for row, position in job.pivots[1:]]
+        else:
+            record |= {"kind": job.kind, **{f.name: getattr(job, f.name) for f in fields(job) if f.name != "row"}}
         yield to_line(record, batch.lines[job.row])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -43,7 +43,15 @@ FLAG = Kind("0 or 1", lambda vs: all(v in (0, 1) for v in vs))
 NODE = Kind("a string or a whole number", lambda vs: _only(vs, str, int))
 TEXT = Kind("a string", lambda vs: _only(vs, str))
 FINISH = Kind('"stop" or "length"', lambda vs: all(v in ("stop", "length") for v in vs))
-ENTRY = Kind("an object with `position` and `rewards`", lambda vs: _only(vs, dict))
+TRUTH = Kind("true or false", lambda vs: _only(vs, bool))
+ENTRY = Kind("an object", lambda vs: _only(vs, dict))
+
+# Evidence that comes as one object a state: where it was read, and what was.
+STATES: dict[str, dict[str, Kind]] = {
+    "belief": {"position": COUNT, "logprob": NUMBER},
+    "confidence": {"position": COUNT, "conf": NUMBER, "acc": NUMBER},
+    "steps": {"start": COUNT, "ok": TRUTH},
+}
 
 PER_TOKEN = {
     "mask": FLAG,
@@ -117,24 +125,75 @@ def check(row: Row, number: int) -> None:
             raise InputError(f"boundaries of line {number}", positions[-1], expected)
 
 
-def measured_states(row: Row, number: int) -> list[tuple[int, list[float | None]]] | None:
-    """(position, rewards) of the row's `evidence.continuations`; None where it does not have that list.
+@dataclass(frozen=True)
+class Measured:
+    """The `evidence` object of a row; a field is None where the row does not have it.
 
-    Other kinds of evidence are not read.
+    Attributes:
+        continuations: (position, rewards) entries.
+        states: kind → (position, value …) tuples, for the kinds of `STATES`.
+        importance: one value a token.
+        answer_start: position; −1 where the row says `null`: it has no answer; None where it says nothing.
+    """
+
+    continuations: list[tuple[int, list[float | None]]] | None
+    states: dict[str, list[tuple[float, ...]]]
+    importance: list[float] | None
+    answer_start: int | None
+
+
+def measured(row: Row, number: int) -> Measured:
+    """What was measured on a row; kinds that are not ours are not read.
+
+    Raises:
+        InputError: a wrong type or length, with the field and line.
     """
     evidence = row.get("evidence")
     if evidence is None:
-        return None
+        evidence = {}
     if not isinstance(evidence, dict):
         raise InputError(f"evidence of line {number}", _short(evidence), "an object")
-    entries = evidence.get("continuations")
-    if entries is None:
+    length = len(row["token_ids"])
+    importance = evidence.get("importance")
+    if importance is not None:
+        field = "evidence.importance"
+        importance = [0.0 if v is None else v for v in _list(importance, field, MAYBE, number)]
+        if len(importance) != length:
+            raise InputError(f"{field} of line {number}", f"{len(importance)} values", f"{length}, one a token")
+        _check_nulls_masked(evidence["importance"], row.get("mask"), field, number)
+    answer = evidence.get("answer_start")
+    if answer is None:
+        answer = -1 if "answer_start" in evidence else None
+    else:
+        _value(answer, "evidence.answer_start", COUNT, number)
+        if answer > length:
+            expected = f"a position up to the response's {length} tokens, or null where it has no answer"
+            raise InputError(f"evidence.answer_start of line {number}", answer, expected)
+    states = {}
+    for kind, fields in STATES.items():
+        entries = _entries(evidence, kind, fields, number)
+        if entries is not None:
+            states[kind] = entries
+    continuations = _entries(evidence, "continuations", {"position": COUNT, "rewards": ENTRY}, number)
+    return Measured(continuations, states, importance, answer)
+
+
+def _entries(evidence: Row, kind: str, fields: Mapping[str, Kind], number: int) -> list[tuple[Any, ...]] | None:
+    """The values of each entry's fields in the order of `fields`; None where the row does not have the list."""
+    if evidence.get(kind) is None:
         return None
     out = []
-    for k, entry in enumerate(_list(entries, "evidence.continuations", ENTRY, number)):
-        at = f"evidence.continuations[{k}]."
-        position = _value(_required(entry, "position", number, at), f"{at}position", COUNT, number)
-        out.append((position, _list(_required(entry, "rewards", number, at), f"{at}rewards", MAYBE, number)))
+    for k, entry in enumerate(_list(evidence[kind], f"evidence.{kind}", ENTRY, number)):
+        at = f"evidence.{kind}[{k}]."
+        values = [_required(entry, name, number, at) for name in fields]
+        out.append(
+            tuple(
+                _list(value, f"{at}{name}", MAYBE, number)
+                if name == "rewards"
+                else _value(value, f"{at}{name}", of, number)
+                for (name, of), value in zip(fields.items(), values, strict=True)
+            )
+        )
     return out
 
 

@@ -1,19 +1,21 @@
-"""What a method asks an engine to measure, and the evidence that comes back.
+"""What a method asks an engine to measure: one frozen record a kind. What comes back is in `evidence`.
 
-Shapes: _K pivots, _J jobs (distinct prefixes), _N flat tokens.
+Methods name rows and positions only. The host that carries a job out knows token ids, gold answers and cues.
+Shapes: _K pivots, _N flat tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from apportion.errors import InputError
 from apportion.rollouts import Rollouts
+
+Kind = Literal["continuations", "belief", "sensitivity", "confidence", "divergence"]
+Representation = Literal["last", "answer_mean", "answer_joint"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,88 @@ class Job:
     says why it was chosen, NaN where nothing ranked it.
     """
 
+    kind: ClassVar[Kind] = "continuations"
+
     row: int
     position: int
     samples: int
     pivots: tuple[tuple[int, int], ...]
     score: float = field(default=float("nan"), compare=False)
+
+
+@dataclass(frozen=True)
+class BeliefJob:
+    """The gold answer's log-probability after `cue`, at each of `positions` of response `row` (0: the prompt).
+
+    A position may be the response's end. Answered by `evidence.Belief`.
+    """
+
+    kind: ClassVar[Kind] = "belief"
+
+    row: int
+    positions: tuple[int, ...]
+    cue: str
+
+
+@dataclass(frozen=True)
+class SensitivityJob:
+    """How much each of the first `reasoning` tokens of a response bears on its own answer.
+
+    Answered by `evidence.Importance`, 0 from `reasoning` on.
+
+    Attributes:
+        answer: positions of the answer's tokens, start and end; the cue lies between `reasoning` and its start.
+        estimator: "perturb" replaces each token by the pad id; "gradient" takes one backward pass to the embeddings.
+        representation: of the answer, see OAR.
+        noise: standard deviation of the noise on embeddings ("gradient" only). seed: of that noise.
+    """
+
+    kind: ClassVar[Kind] = "sensitivity"
+
+    row: int
+    reasoning: int
+    answer: tuple[int, int]
+    estimator: Literal["perturb", "gradient"]
+    representation: Representation
+    noise: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ConfidenceJob:
+    """Short answers forced by `cue` at each of `positions`: `samples` sampled ones of at most `tokens` tokens.
+
+    Answered by `evidence.Confidence`. A position may be the response's end.
+    """
+
+    kind: ClassVar[Kind] = "confidence"
+
+    row: int
+    positions: tuple[int, ...]
+    cue: str
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DivergenceJob:
+    """How a response's next-token distributions move when what it was shown is blanked, and when it is disturbed.
+
+    Answered by `evidence.Importance`: KL(p ‖ p without it) · exp(−KL(p ‖ p with it disturbed)), one value a token.
+    What it was shown is a marked span of the prompt, or an image; the host knows which.
+
+    Attributes:
+        disturb: share of the span's tokens that are replaced in the disturbed prompt. seed: of which and by what.
+    """
+
+    kind: ClassVar[Kind] = "divergence"
+
+    row: int
+    disturb: float
+    seed: int = 0
+
+
+AnyJob = Job | BeliefJob | SensitivityJob | ConfidenceJob | DivergenceJob
 
 
 def jobs_of(rollouts: Rollouts, row: Tensor, position: Tensor, samples: int, score: Tensor) -> list[Job]:
@@ -55,76 +134,3 @@ def prefix_digests(rollouts: Rollouts, row: Tensor, position: Tensor) -> list[by
         seen = end
         out[k] = state.digest()
     return out
-
-
-@dataclass(frozen=True)
-class Continuations:
-    """Measured values of K states, at most one entry a (row, position), sorted by row and then position.
-
-    Attributes:
-        row, position: [K] int64.
-        mean: [K] float64, mean reward of the continuations that came back with one.
-        stderr: [K] float64, √(population variance / count): at most 0.5/√M for rewards in [0, 1], and 0 where
-            all continuations agree, which says "no spread seen", not "no doubt".
-        count: [K] int64, continuations behind the mean, at least 1.
-        dropped: pivots for which no continuation came back with a reward.
-    """
-
-    row: Tensor
-    position: Tensor
-    mean: Tensor
-    stderr: Tensor
-    count: Tensor
-    dropped: int = 0
-
-    @classmethod
-    def from_rewards(
-        cls, rollouts: Rollouts, entries: Sequence[tuple[int, int, Sequence[float | None]]]
-    ) -> Continuations:
-        """Pools (row, position, rewards) entries; None rewards (abstained, lost) are left out of the mean.
-
-        Rewards are added up in rising order: that in which they came back cannot change a bit.
-
-        Raises:
-            InputError: a row that is not there, a position outside its response, or a reward that is not
-                finite.
-        """
-        lengths = rollouts.length.tolist()
-        pooled: dict[tuple[int, int], list[float]] = {}
-        for row, position, rewards in entries:
-            if not 0 <= row < len(lengths):
-                raise InputError("evidence.continuations", f"row {row}", f"one of {len(lengths)} rows, from 0")
-            if not 0 <= position < lengths[row]:
-                raise InputError(
-                    f"evidence.continuations of row {row}", f"position {position}",
-                    f"a position from 0, below the response's {lengths[row]} tokens",
-                )  # fmt: skip
-            pool = pooled.setdefault((row, position), [])
-            for reward in rewards:
-                if reward is None:
-                    continue
-                if not abs(reward) < float("inf"):
-                    raise InputError(
-                        f"evidence.continuations of row {row}, position {position}", reward,
-                        "finite rewards, or null where the verifier abstained",
-                    )  # fmt: skip
-                pool.append(float(reward))
-        kept = sorted((key, sorted(pool)) for key, pool in pooled.items() if pool)
-        size = torch.tensor([len(pool) for _, pool in kept], dtype=torch.int64)
-        flat = torch.tensor([r for _, pool in kept for r in pool], dtype=torch.float64)
-        owner = torch.repeat_interleave(torch.arange(len(kept)), size)
-
-        def mean(values: Tensor) -> Tensor:
-            return torch.zeros(len(kept), dtype=torch.float64).index_add_(0, owner, values) / size
-
-        average = mean(flat)
-        variance = mean((flat - average[owner]) ** 2)
-        key = torch.tensor([key for key, _ in kept], dtype=torch.int64).reshape(-1, 2)
-        return cls(key[:, 0], key[:, 1], average, (variance / size).sqrt(), size, len(pooled) - len(kept))
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """Everything that was measured on a batch. A field is None where that kind was not measured at all."""
-
-    continuations: Continuations | None = None

@@ -12,7 +12,8 @@ from typing import Literal
 
 from apportion.engines.base import Continuation, ContinuationEngine, Key, Request, Sampling
 from apportion.errors import InputError
-from apportion.measure.plan import Continuations, Job
+from apportion.measure.evidence import Continuations
+from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
 
 # Rows of the batch, full responses as token ids, the same decoded; None where the verifier abstains.

@@ -11,7 +11,8 @@ from accelerate.utils import gather_object
 
 from apportion.engines.base import Sampling
 from apportion.engines.transformers import TransformersEngine
-from apportion.measure.plan import Evidence, Job
+from apportion.measure.evidence import Evidence
+from apportion.measure.plan import Job
 from apportion.measure.probe import Probe, Rescue, evidence_of, probe
 from apportion.train.grading import grade
 from apportion.train.host import Batch
@@ -57,7 +58,7 @@ class Prober:
     def measure(self, batch: Batch, step: int) -> tuple[Evidence, Probing]:
         """Carries out the method's plan, and its second wave where it has one. The same result on every rank."""
         method, rollouts = self.trainer.credit_method, batch.rollouts
-        jobs = method.plan(rollouts, batch.base)
+        jobs = [job for job in method.plan(rollouts, batch.base) if isinstance(job, Job)]
         found = [self._wave(batch, jobs, step, first=0)]
         evidence = Evidence(evidence_of(rollouts, jobs, found[0].probes))
         if more := method.refine(rollouts, batch.base, evidence):

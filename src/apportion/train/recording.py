@@ -24,7 +24,7 @@ def record_batch(
     folder.write("rollouts", step, rollout_rows(rollouts, batch.prompts, batch.golds))
     evidence = [
         {
-            "key": "/".join(map(str, astuple(p.key))), "group": rollouts.name(p.row), "row": p.row,
+            "key": "/".join(map(str, astuple(p.key))), "kind": "continuations", "group": rollouts.name(p.row), "row": p.row,
             "position": p.position, "m": p.m, "token_ids": list(p.token_ids), "text": decode(p.token_ids),
             "reward": p.reward, "verdict": verdict_of(p.reward), "finish": p.finish, "rescued": p.rescued,
         }

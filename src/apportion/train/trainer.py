@@ -19,7 +19,7 @@ from trl.trainer.utils import RepeatSampler
 
 from apportion.credit.record import Credit
 from apportion.errors import InputError
-from apportion.measure.plan import Evidence
+from apportion.measure.evidence import Evidence
 from apportion.records import RunFolder
 from apportion.train.clock import Clock
 from apportion.train.compatibility import check_trainer, measures

@@ -1,0 +1,109 @@
+"""Forward passes that measure: counted, in evaluation mode, without a trace in the model.
+
+The kinds of measurement are functions over a `Scorer`, a file each: `belief`, `confidence`, `divergence`,
+`sensitivity`. Each answers its requests keyed, in any order, a bounded number of tokens at a time.
+Shapes: _B rows, _W columns, _K kept positions, _N tokens, _V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apportion.engines.base import Cost
+from apportion.errors import InputError
+
+
+class Scorer:
+    """A causal language model of transformers, plain or PEFT-wrapped, for scoring.
+
+    Args:
+        model: hand in the unwrapped model (`accelerator.unwrap_model`): ranks make different numbers of forwards.
+        pad_id: any valid token id; what stands behind a row's end is never attended to.
+        temperature: of every distribution that is read; logits are upcast to float32 before they are divided.
+        max_tokens: padded tokens of one forward; a longer row goes alone.
+        max_logits: numbers in one tensor of logits, which bounds the kept positions of a forward.
+
+    Attributes:
+        cost: what was spent so far.
+
+    Raises:
+        InputError: a limit below 1, or a model without `logits_to_keep`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pad_id: int,
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = 16_384,
+        max_logits: int = 2**26,
+    ) -> None:
+        for name, value in (("max_tokens", max_tokens), ("max_logits", max_logits)):
+            if value < 1:
+                raise InputError(name, value, "at least 1")
+        if not temperature > 0:
+            raise InputError("temperature", temperature, "above 0")
+        self.model: Any = getattr(model, "get_base_model", lambda: model)()
+        if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+            raise InputError("model", type(model).__name__, "a causal language model with `logits_to_keep`")
+        self.pad_id, self.temperature = pad_id, temperature
+        self.max_tokens, self.max_logits = max_tokens, max_logits
+        self.cost = Cost()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @contextmanager
+    def measuring(self, gradients: bool = False) -> Iterator[None]:
+        """Evaluation mode, so neither dropout nor checkpointing; modes are put back after.
+
+        Args:
+            gradients: leave autograd on, for a backward pass to the embeddings.
+        """
+        training = [module for module in self.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.set_grad_enabled(gradients):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def forward(self, rows: Sequence[Sequence[int]], keep: Tensor | int = 0, **rest: Any) -> Any:
+        """The model's output for rows padded on the right, where causal attention does not look.
+
+        Args:
+            keep: `logits_to_keep`: 0 for all positions, a number of last ones, or [K] columns.
+        """
+        width = max(map(len, rows))
+        ids_BW = torch.tensor([[*row, *[self.pad_id] * (width - len(row))] for row in rows], device=self.device)
+        self.count(ids_BW.numel())
+        return self.model(input_ids=ids_BW, use_cache=rest.pop("use_cache", False), logits_to_keep=keep, **rest)
+
+    def count(self, tokens: int, backward: int = 0) -> None:
+        """Adds one forward of `tokens`, and a backward through `backward` tokens where there was one."""
+        self.cost.forwards += 1
+        self.cost.forward_tokens += tokens
+        self.cost.backwards += backward > 0
+        self.cost.backward_tokens += backward
+
+    def batches(self, lengths: Sequence[int], rows_each: int = 1) -> Iterator[list[int]]:
+        """Indices of requests grouped by falling length, so that `rows_each` padded rows of each fit one forward."""
+        batch: list[int] = []
+        for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            width = lengths[batch[0]] if batch else lengths[i]
+            if batch and (len(batch) + 1) * rows_each * width > self.max_tokens:
+                yield batch
+                batch = []
+            batch.append(i)
+        if batch:
+            yield batch
