@@ -43,8 +43,8 @@ ROLLOUTS = pa.schema(
 # sensitivity and divergence one value a token of the row, with the position where its answer starts, −1 for none.
 EVIDENCE = pa.schema(
     {
-        "key": pa.string(), "kind": pa.string(), "group": pa.string(), "row": pa.int32(), "position": pa.int32(), "m": pa.int32(),
-        "token_ids": _IDS, "text": pa.string(), "reward": pa.float64(), "verdict": pa.string(),
+        "key": pa.string(), "kind": pa.string(), "group": pa.string(), "row": pa.int32(), "position": pa.int32(),
+        "m": pa.int32(), "token_ids": _IDS, "text": pa.string(), "reward": pa.float64(), "verdict": pa.string(),
         "finish": pa.string(), "rescued": pa.bool_(), "values": pa.list_(pa.float64()),
     }
 )  # fmt: skip

@@ -161,7 +161,7 @@ def test_a_response_alone_in_its_group_is_warned_of_once(tmp_path: Path) -> None
 def test_plan_says_where_there_is_nothing_to_measure(tmp_path: Path) -> None:
     result = run("plan", write(tmp_path, row(1), row(0)), "-m", "grpo")
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "grpo measures nothing" in result.stderr
+    assert "grpo asks no engine" in result.stderr
 
 
 def test_lost_pivots_are_told(tmp_path: Path) -> None:

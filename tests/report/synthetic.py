@@ -70,7 +70,7 @@ def _record(run: RunFolder, step: int, skill: float, rng: random.Random, prompts
             rewards.append(_reward(problem, text))
             evidence.append(
                 {
-                    "key": f"{step}/{job.row}/{job.position}/{m}",
+                    "key": f"{step}/{job.row}/{job.position}/{m}", "kind": job.kind,
                     "group": rollouts.name(job.row), "row": job.row, "position": job.position, "m": m,
                     "token_ids": _encode(text[job.position :]), "text": text[job.position :],
                     "reward": rewards[-1], "verdict": verdict_of(rewards[-1]),

@@ -80,7 +80,7 @@ def test_continuations_of_a_shared_state_come_from_the_row_with_the_same_prefix(
     responses = [{"token_ids": ids, "segments": pieces} for ids in ([9, 9, 1], [1, 2, 1], [1, 2, 5])]
     evidence = [
         {"key": f"{row}/{m}", "group": "g", "row": row, "position": 2, "m": m, "token_ids": [7], "text": f"{row}/{m}",
-         "reward": float(m), "verdict": "wrong", "finish": "stop", "rescued": False}
+         "reward": float(m), "verdict": "wrong", "finish": "stop", "rescued": False, "kind": "continuations"}
         for row in (0, 1) for m in (1, 0)
     ]  # fmt: skip
     by_row = [r["continuations"]["2"] for r in view_of(handmade(responses, evidence))["responses"]]

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import tiny
-from transformers import TrainerCallback
 
 from apportion.records import RunFolder
 from apportion.train import CreditTrainer
@@ -38,10 +37,8 @@ def test_resumed_run_is_the_straight_run(policy: Path, tmp_path: Path, case: str
     stop = changes.pop("stop", 3)
     straight = tiny.trainer(policy, tmp_path / "a", run_folder=str(tmp_path / "a"), **changes)
     straight.train()
-    # The first process ends after `stop` steps; its learning rate is that of the whole run all the same.
-    halt = _StopAfter(stop)
     first = tiny.trainer(
-        policy, tmp_path / "b", run_folder=str(tmp_path / "b"), callbacks=[halt],
+        policy, tmp_path / "b", run_folder=str(tmp_path / "b"), callbacks=[tiny.StopAfter(stop)],
         **{**changes, "save_strategy": "steps", "save_steps": stop},
     )  # fmt: skip
     first.train()
@@ -55,14 +52,6 @@ def test_resumed_run_is_the_straight_run(policy: Path, tmp_path: Path, case: str
     assert a.steps() == b.steps()
     for kind in ("rollouts", "evidence", "credit"):
         assert all(repr(a.read(kind, step)) == repr(b.read(kind, step)) for step in a.steps())
-
-
-class _StopAfter(TrainerCallback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.steps
 
 
 class _PressCtrlC(CreditTrainer):

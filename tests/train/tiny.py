@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from apportion.train import CreditConfig, CreditTrainer
 
@@ -87,17 +87,35 @@ def trainer(policy: Path, folder: Path, *, cls: type[CreditTrainer] = CreditTrai
     """A trainer on CPU; `changes` go to `CreditConfig`, those that `CreditTrainer` knows to it."""
     own = {
         key: changes.pop(key)
-        for key in ("reward_funcs", "train_dataset", "eval_dataset", "peft_config", "callbacks", "processing_class")
+        for key in (
+            "reward_funcs",
+            "train_dataset",
+            "eval_dataset",
+            "peft_config",
+            "callbacks",
+            "processing_class",
+            "step_verifier",
+        )
         if key in changes
     }
     method = changes.pop("method", "probepo")
-    settings = PROBEPO if method == "probepo" else {}
+    settings = PROBEPO if method == "probepo" and "credit" not in changes else {}
     args = CreditConfig(**options(folder, method=method, **{**settings, **changes}))
     given: dict[str, Any] = {
         "model": load(policy), "reward_funcs": last_digit, "train_dataset": dataset(),
         "processing_class": make_tokenizer(), **own,
     }  # fmt: skip
     return cls(args=args, **given)
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run after some steps; its learning rate is that of the whole run all the same."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.steps
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from apportion.cli import info, interchange, training
+from apportion.cli.diagnose import diagnose
 from apportion.cli.inspect import inspect
 from apportion.cli.shared import Commands
 
@@ -19,7 +20,7 @@ app = typer.Typer(
 )
 
 for command in (
-    training.demo, training.train, inspect,
+    training.demo, training.train, inspect, diagnose,
     interchange.plan, interchange.assign, interchange.grade,
     info.methods, info.doctor,
 ):  # fmt: skip

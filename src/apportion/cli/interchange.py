@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -37,11 +37,12 @@ def plan(source: Source, method: Method, setting: Settings = None, output: Outpu
     With --set allocation=neyman and a pilot's evidence in the file, these are the second wave's requests.
     """
     from apportion import interchange
+    from apportion.measure.plan import Kind
 
     batch, chosen = _load(source, method, setting)
     lines = list(interchange.request_lines(batch, interchange.plan(batch, chosen)))
-    if "continuations" not in chosen.needs:
-        say("note", f"{chosen.name} measures nothing, so there is nothing to request")
+    if not {*get_args(Kind)} & chosen.needs:
+        say("note", f"{chosen.name} asks no engine to measure anything, so there is nothing to request")
     elif not lines:
         say("note", f"nothing to request: see `apportion methods {chosen.name}` for what decides where to measure")
     with whole_file(output) as file:

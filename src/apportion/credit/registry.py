@@ -1,8 +1,13 @@
-"""The methods by name: one line each. Other packages add theirs under the entry point `apportion.methods`."""
+"""The methods by name: one line each. Other packages add theirs under the entry point `apportion.methods`.
+
+Several names are a pipeline (see `pipeline`), in a list or in one string: `avspo,probepo,cw_grpo`, or with `+` as
+records have it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -11,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from apportion.credit.method import CreditMethod
+from apportion.credit.pipeline import compose, pipeline_class
 from apportion.errors import InputError, nearest
 
 BUILT_IN = {
@@ -22,6 +28,18 @@ BUILT_IN = {
     "reinforce_pp_baseline": "apportion.credit.reinforce_pp:ReinforcePPBaseline",
     "vineppo": "apportion.credit.vineppo:VinePPO",
     "probepo": "apportion.credit.probepo:ProbePO",
+    "spo_chain": "apportion.credit.spo_chain:SPOChain",
+    "spo_tree": "apportion.credit.spo_tree:SPOTree",
+    "treepo": "apportion.credit.treepo:TreePO",
+    "oar_p": "apportion.credit.oar:OARP",
+    "oar_g": "apportion.credit.oar:OARG",
+    "ep_grpo": "apportion.credit.ep_grpo:EPGRPO",
+    "grpo_vps": "apportion.credit.grpo_vps:GRPOVPS",
+    "cw_grpo": "apportion.credit.cw_grpo:CWGRPO",
+    "avspo": "apportion.credit.avspo:AVSPO",
+    "spae": "apportion.credit.spae:SPAE",
+    "step_verified": "apportion.credit.step_verified:StepVerified",
+    "prpo": "apportion.credit.prpo:PRPO",
 }
 
 
@@ -43,26 +61,53 @@ def method_names() -> list[str]:
     return list(_paths())
 
 
-def method_class(name: str) -> type[CreditMethod]:
-    """The class registered under `name`.
+def method_names_of(name: str | Sequence[str]) -> list[str]:
+    """The registered names in one string or a list.
 
     Raises:
-        InputError: nothing is registered under that name.
+        InputError: nothing is registered under one of them.
     """
-    if name not in _paths():
-        known = method_names()
-        raise InputError("method", repr(name), f"one of {', '.join(known)}{nearest(name, known)}")
-    module, _, attribute = _paths()[name].partition(":")
-    return getattr(import_module(module), attribute)
+    names = [part.strip() for part in re.split("[,+]", name)] if isinstance(name, str) else list(name)
+    known = method_names()
+    for each in names:
+        if each not in known:
+            raise InputError("method", repr(each), f"one of {', '.join(known)}{nearest(each, known)}")
+    return names
 
 
-def make_method(name: str, settings: Mapping[str, Any] | None = None) -> CreditMethod:
+def method_class(name: str | Sequence[str]) -> type[CreditMethod]:
+    """The class registered under `name`; of several names, the class of their pipeline.
+
+    Raises:
+        InputError: nothing is registered under that name, or the names make no pipeline.
+    """
+    classes = [_load(each) for each in method_names_of(name)]
+    return classes[0] if len(classes) == 1 else pipeline_class(*classes)
+
+
+def make_method(name: str | Sequence[str], settings: Mapping[str, Any] | None = None) -> CreditMethod:
     """The method with these settings; values may be strings, as a command line gives them.
+
+    Args:
+        name: a registered name, or several: a pipeline.
+        settings: of a pipeline a table for each stage, `{"probepo": {"alpha": 1}}`, or `{"probepo.alpha": 1}`.
 
     Raises:
         InputError: an unknown method or setting, or a value its setting does not take.
     """
-    cls, settings = method_class(name), dict(settings or {})
+    names, settings = method_names_of(name), settings or {}
+    method_class(names)
+    by_stage = {names[0]: settings} if len(names) == 1 else _by_stage(names, settings)
+    return compose([_make(each, by_stage.get(each, {})) for each in names])
+
+
+def _load(name: str) -> type[CreditMethod]:
+    module, _, attribute = _paths()[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _make(name: str, settings: Mapping[str, Any]) -> CreditMethod:
+    cls = _load(name)
     for key in settings:
         if key not in cls.model_fields:
             known = sorted(cls.model_fields)
@@ -70,9 +115,29 @@ def make_method(name: str, settings: Mapping[str, Any] | None = None) -> CreditM
         if isinstance(settings[key], bool) and cls.model_fields[key].annotation is not bool:
             raise InputError(f"{name}.{key}", str(settings[key]).lower(), "a value that is no true or false")
     try:
-        return cls.model_validate(settings)
+        return cls.model_validate(dict(settings))
     except ValidationError as error:
         raise setting_error(name, error) from None
+
+
+def _by_stage(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a pipeline as one table a stage, those of `stage.setting` keys among them."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        stage, dot, own = key.partition(".")
+        if stage not in names:
+            takers = [f"{name}.{key}" for name in names if key in _load(name).model_fields]
+            if takers and not dot:
+                raise InputError(key, "a setting without its method", f"{' or '.join(takers)} in this pipeline")
+            wanted = f"METHOD.SETTING, of {', '.join(names)}{nearest(stage, names)}"
+            raise InputError(key, "no method of this pipeline", wanted)
+        if not dot and not isinstance(value, Mapping):
+            raise InputError(stage, repr(value), f"a table of its settings, or {stage}.SETTING")
+        for setting, given in ({own: value} if dot else value).items():
+            if setting in found.setdefault(stage, {}):
+                raise InputError(f"{stage}.{setting}", "the setting twice", "it once")
+            found[stage][setting] = given
+    return found
 
 
 def setting_error(prefix: str, error: ValidationError) -> InputError:

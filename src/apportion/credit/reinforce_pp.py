@@ -42,6 +42,7 @@ class _Whitened(CreditMethod):
     """What the two have in common: token values whitened over the batch are the advantages."""
 
     conserves: ClassVar[Conserves] = "none"
+    uses_base: ClassVar[bool] = False
     marks: ClassVar[str] = "[paper]; ε and the sample deviation after verl, ε added to the deviation [ours]"
 
     epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False, description="added to the batch's deviation")

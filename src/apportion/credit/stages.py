@@ -6,6 +6,7 @@ Shapes: _N flat tokens, _R responses.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -19,18 +20,28 @@ from apportion.rollouts import Rollouts
 
 
 class BaseEstimator(CreditMethod):
-    """Gives each response one advantage, which by itself is every token's."""
+    """Gives each response one advantage, which by itself is every token's.
+
+    Class variables:
+        repairs: whether it changes only groups that no comparison teaches anything and keeps the base it was given
+            for the others, so that it may follow another estimator.
+    """
 
     stage: ClassVar[Stage] = "base"
     per_token: ClassVar[bool] = False
+    repairs: ClassVar[bool] = False
 
     @abstractmethod
     def rebase(self, rollouts: Rollouts, base: Base) -> Base:
         """The base with this estimator's advantage, and the mean and divisor by which values count beside it."""
 
+    def counts(self, rollouts: Rollouts) -> Mapping[str, int]:
+        """Name → number of things that happened in `rebase`, for the record; none for most estimators."""
+        return {}
+
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         return Credit.form(
-            rollouts, self.rebase(rollouts, base).advantage,
+            rollouts, self.rebase(rollouts, base).advantage, counts=self.counts(rollouts),
             method=self.name, settings=self.settings, conserves=self.keeps,
         )  # fmt: skip
 
@@ -45,9 +56,14 @@ class Reweighting(CreditMethod):
     def reweigh(self, rollouts: Rollouts, advantage: Tensor) -> Tensor:
         """[N] float64 weights for [N] float64 advantages, which are 0 on masked tokens."""
 
+    def invariants(self, rollouts: Rollouts, weight: Tensor) -> Mapping[str, float]:
+        """Name → measured error of what [N] weights made by `reweigh` promise; nothing for most methods."""
+        return {}
+
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         spread = torch.where(rollouts.mask, base.advantage.detach().double()[rollouts.row], 0.0)
+        weight = self.reweigh(rollouts, spread)
         return Credit.form(
-            rollouts, base.advantage, weight=self.reweigh(rollouts, spread),
+            rollouts, base.advantage, weight=weight, invariants=self.invariants(rollouts, weight),
             method=self.name, settings=self.settings, conserves=self.keeps,
         )  # fmt: skip

@@ -35,6 +35,7 @@ class VinePPO(CreditMethod):
     name: ClassVar[str] = "vineppo"
     needs: ClassVar[frozenset[Need]] = frozenset({"steps", "continuations"})
     conserves: ClassVar[Conserves] = "none"
+    uses_base: ClassVar[bool] = False
     grouped: ClassVar[bool] = False
     learns_when_collapsed: ClassVar[bool] = True
     cost: ClassVar[str] = "samples × steps continuations a response"

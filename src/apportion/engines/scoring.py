@@ -1,7 +1,7 @@
 """Forward passes that measure: counted, in evaluation mode, without a trace in the model.
 
 The kinds of measurement are functions over a `Scorer`, a file each: `belief`, `confidence`, `divergence`,
-`sensitivity`. Each answers its requests keyed, in any order, a bounded number of tokens at a time.
+`logprobs`, `sensitivity`. Each answers its requests keyed, in any order, a bounded number of tokens at a time.
 Shapes: _B rows, _W columns, _K kept positions, _N tokens, _V vocabulary.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from apportion.engines.base import Cost
 from apportion.errors import InputError
@@ -31,9 +32,11 @@ class Scorer:
 
     Attributes:
         cost: what was spent so far.
+        cache_name: what the model calls its cache, as an argument and in its output.
 
     Raises:
-        InputError: a limit below 1, or a model without `logits_to_keep`.
+        InputError: a limit below 1, PEFT prompt learning (its virtual tokens are no prefix of ids), or a model
+            without `logits_to_keep`.
     """
 
     def __init__(
@@ -50,16 +53,55 @@ class Scorer:
                 raise InputError(name, value, "at least 1")
         if not temperature > 0:
             raise InputError("temperature", temperature, "above 0")
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise InputError("model", "PEFT prompt learning", "a plain model or adapters in its layers (LoRA)")
         self.model: Any = getattr(model, "get_base_model", lambda: model)()
-        if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+        accepted = inspect.signature(self.model.forward).parameters
+        if "logits_to_keep" not in accepted:
             raise InputError("model", type(model).__name__, "a causal language model with `logits_to_keep`")
         self.pad_id, self.temperature = pad_id, temperature
         self.max_tokens, self.max_logits = max_tokens, max_logits
+        # transformers renamed the argument, and the output field with it, within version 5.
+        self.cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self._positions = "position_ids" in accepted
         self.cost = Cost()
 
     @property
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
+
+    @property
+    def vocabulary(self) -> int:
+        """Numbers in one row of logits."""
+        size: int = self.model.config.get_text_config().vocab_size
+        return size
+
+    @property
+    def rows_of_logits(self) -> int:
+        """Rows that one tensor of logits may have."""
+        return max(1, self.max_logits // self.vocabulary)
+
+    @property
+    def continues(self) -> bool:
+        """Whether several tokens can go on from a cache at once: linear attention's may take them one by one."""
+        return self.sliceable(0)
+
+    def sliceable(self, longest: int) -> bool:
+        """Whether every layer keeps every key of sequences this long, in the order of their tokens."""
+        return all(
+            type(layer) is DynamicLayer
+            or (type(layer) is DynamicSlidingWindowLayer and longest <= layer.sliding_window)
+            for layer in DynamicCache(config=self.model.config).layers
+        )
+
+    def packs(self, longest: int) -> bool:
+        """Whether sequences this long may share a forward: the attention takes any mask, and positions are given.
+
+        Flash and flex attention take no such mask, and ALiBi reads positions off it.
+        """
+        config = self.model.config
+        masked = config._attn_implementation in ("sdpa", "eager") and not getattr(config, "alibi", False)
+        return masked and self._positions and self.sliceable(longest)
 
     @contextmanager
     def measuring(self, gradients: bool = False) -> Iterator[None]:

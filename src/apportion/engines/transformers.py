@@ -6,20 +6,19 @@ _M continuations of a request, _B running continuations, _W columns of the cache
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache
 
 from apportion.engines.base import Continuation, Request, Sampling
 from apportion.engines.sampling import draw, filtered
+from apportion.engines.scoring import Scorer
 from apportion.engines.slots import Ready, Run, SlotCache, Trunk, runs_of, seen_of, trunks_of
 from apportion.errors import InputError
 from apportion.measure.tokens import token_logprobs_and_entropies
@@ -48,6 +47,9 @@ class TransformersEngine:
         max_cache_tokens: slots times the longest sequence; caps the batch on long sequences.
         prefill_tokens: padded tokens of one prefill; a longer prefix is prefilled alone.
 
+    Attributes:
+        cost: what was spent so far; tokens of a continuation count when it is returned.
+
     Raises:
         InputError: a setting below 1, PEFT prompt learning (its virtual tokens are no prefix of ids), or a
             model without `logits_to_keep`.
@@ -70,14 +72,9 @@ class TransformersEngine:
         for name, value in limits.items():
             if value < 1:
                 raise InputError(name, value, "at least 1")
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise InputError("model", "PEFT prompt learning", "a plain model or adapters in its layers (LoRA)")
-        self.model: Any = getattr(model, "get_base_model", lambda: model)()
-        accepted = inspect.signature(self.model.forward).parameters
-        if "logits_to_keep" not in accepted:
-            raise InputError("model", type(model).__name__, "a causal language model with `logits_to_keep`")
-        # transformers renamed the argument, and the output field with it, within version 5.
-        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
+        self._scorer = Scorer(model, pad_id)
+        self.model: Any = self._scorer.model
+        self.cost = self._scorer.cost
         self.pad_id, self.max_batch = pad_id, max_batch
         self.max_cache_tokens, self.prefill_tokens = max_cache_tokens, prefill_tokens
 
@@ -98,14 +95,14 @@ class TransformersEngine:
         longest = max((len(r.prefix_ids) + r.budget for r in requests), default=0)
         if longest > self.max_cache_tokens:
             raise InputError("max_cache_tokens", self.max_cache_tokens, f"at least the longest sequence, {longest}")
-        decode = self._decode_slots if self._sliceable(longest) else self._decode_alone
+        decode = self._decode_slots if self._scorer.sliceable(longest) else self._decode_alone
         work = decode(requests, sampling)
-        modules = list(self.model.modules())
         while True:
-            with _measuring(modules):
-                done = next(work, None)
+            with self._scorer.measuring():
+                done = next((done for done in work if done), None)
             if done is None:
                 return
+            self.cost.generated += sum(len(continuation.token_ids) for continuation in done)
             yield from done
 
     def score(
@@ -124,7 +121,7 @@ class TransformersEngine:
         # The last token predicts nothing that is asked for.
         starts = [0, *range(from_position, len(prefix_ids) - 1, chunk), len(prefix_ids) - 1]
         cache, parts = None, []
-        with _measuring(list(self.model.modules())):
+        with self._scorer.measuring():
             for start, stop in pairwise(starts):
                 keep = 1 if start == 0 else stop - start
                 logits_1NV, cache = self._forward(ids_1N[:, start:stop], cache, logits_to_keep=keep)
@@ -183,15 +180,15 @@ class TransformersEngine:
         # No mask: padding is on the right, where causal attention does not look.
         ends = sorted({len(request.prefix_ids) - 1 for request in requests})
         logits_TEV, cache = self._forward(
-            ids_TW, DynamicCache(), logits_to_keep=torch.tensor(ends, device=self._device)
+            ids_TW, DynamicCache(), logits_to_keep=torch.tensor(ends, device=self._scorer.device)
         )
         logits_QV = logits_TEV[row_Q, [ends.index(len(request.prefix_ids) - 1) for request in requests]]
-        runs_Q = [runs_of(request, sampling, logits_QV.shape[1], self._device) for request in requests]
+        runs_Q = [runs_of(request, sampling, logits_QV.shape[1], self._scorer.device) for request in requests]
         uniform_QM = np.zeros((len(requests), max(map(len, runs_Q))))
         for uniform_M, runs in zip(uniform_QM, runs_Q, strict=True):
             uniform_M[: len(runs)] = [run.next_uniform for run in runs]
         scores_QV = filtered(logits_QV, sampling, seen_of([runs[0] for runs in runs_Q]))
-        tokens_QM = draw(scores_QV, torch.from_numpy(uniform_QM).to(self._device))
+        tokens_QM = draw(scores_QV, torch.from_numpy(uniform_QM).to(self._scorer.device))
         ended, ready = [], []
         for row, runs, tokens in zip(row_Q, runs_Q, tokens_QM.tolist(), strict=True):
             for run, token in zip(runs, tokens, strict=False):
@@ -203,12 +200,12 @@ class TransformersEngine:
 
     def _step(self, cache: SlotCache, rows: Sequence[Run]) -> Tensor:
         """(B, V) logits after the last token of each running continuation."""
-        length_B = torch.tensor([run.cached for run in rows], device=self._device)
+        length_B = torch.tensor([run.cached for run in rows], device=self._scorer.device)
         width = max(run.cached for run in rows) + 1
         cache.aim(length_B, width)
         logits_B1V, _ = self._forward(
             torch.tensor([[run.tokens[-1]] for run in rows]), cache, logits_to_keep=1,
-            attention_mask=torch.arange(width, device=self._device) <= length_B[:, None],
+            attention_mask=torch.arange(width, device=self._scorer.device) <= length_B[:, None],
             position_ids=length_B[:, None],
         )  # fmt: skip
         return logits_B1V[:, -1]
@@ -217,7 +214,7 @@ class TransformersEngine:
         """Each request in a batch of its own, rows of one length, with the model's own kind of cache."""
         for request in sorted(requests, key=lambda r: -r.budget):
             at_once = min(self.max_batch, self.max_cache_tokens // (len(request.prefix_ids) + request.budget))
-            runs_M = runs_of(request, sampling, self.model.config.get_text_config().vocab_size, self._device)
+            runs_M = runs_of(request, sampling, self.model.config.get_text_config().vocab_size, self._scorer.device)
             for runs in (runs_M[i : i + at_once] for i in range(0, len(runs_M), at_once)):
                 ids_BN, cache = torch.tensor([request.prefix_ids] * len(runs)), None
                 going = list(runs)
@@ -231,39 +228,14 @@ class TransformersEngine:
 
     def _extend(self, runs: Sequence[Run], logits_BV: Tensor, sampling: Sampling) -> None:
         """Draws a token for each continuation that is not over."""
-        u_B1 = torch.tensor([[run.next_uniform] for run in runs], dtype=torch.float64, device=self._device)
+        u_B1 = torch.tensor([[run.next_uniform] for run in runs], dtype=torch.float64, device=self._scorer.device)
         tokens_B1 = draw(filtered(logits_BV, sampling, seen_of(runs)), u_B1)
         for run, token in zip(runs, tokens_B1[:, 0].tolist(), strict=True):
             if not run.over:
                 run.take(token, sampling.stop_ids)
 
     def _forward(self, ids_BN: Tensor, cache: Cache | None, **rest: Any) -> tuple[Tensor, Cache]:
-        out = self.model(input_ids=ids_BN.to(self._device), use_cache=True, **{self._cache_name: cache}, **rest)
-        return out.logits, getattr(out, self._cache_name)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
-
-    def _sliceable(self, longest: int) -> bool:
-        """Whether every layer keeps every key of sequences this long, in the order of their tokens."""
-        layers = DynamicCache(config=self.model.config).layers
-        return all(
-            type(layer) is DynamicLayer
-            or (type(layer) is DynamicSlidingWindowLayer and longest <= layer.sliding_window)
-            for layer in layers
-        )
-
-
-@contextmanager
-def _measuring(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluation mode, so neither dropout nor checkpointing, and no gradients; modes are put back after."""
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+        name = self._scorer.cache_name
+        self._scorer.count(ids_BN.numel())
+        out = self.model(input_ids=ids_BN.to(self._scorer.device), use_cache=True, **{name: cache}, **rest)
+        return out.logits, getattr(out, name)

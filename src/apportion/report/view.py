@@ -159,7 +159,7 @@ class _Evidence:
         self._ids = {row["row"]: row["token_ids"] for row in rollouts}
         self._by_state: dict[tuple[int, int], list[Row]] = defaultdict(list)
         self._rows_at: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for e in rows:
+        for e in (row for row in rows if row["kind"] == "continuations"):
             state = (e["row"], e["position"])
             if state not in self._by_state:
                 self._rows_at[e["group"], e["position"]].append(e["row"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from apportion.credit.baselines import GRPO
 from apportion.credit.method import CreditMethod
 from apportion.errors import InputError
+from apportion.train.trees import tree_method, tree_rule
 
 if TYPE_CHECKING:
     from apportion.train.config import CreditConfig
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
 
 Refusal = tuple[bool, str, object, str, str]
 
+# Where a data set's accepted answers are looked for, in this order.
+GOLD_COLUMNS = ("answer", "gold", "solution", "ground_truth")
+
 _LINEAR_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 
 
+_MEASURED = frozenset({"continuations", "belief", "sensitivity", "confidence", "divergence", "step_labels", "tree"})
+
+
 def measures(method: CreditMethod) -> bool:
-    """Whether the method asks for continuations, which our engine generates with the trainer's own weights."""
-    return "continuations" in method.needs
+    """Whether the method needs more than TRL's batch: our engines measure it with the trainer's own weights."""
+    return bool(_MEASURED & method.needs)
 
 
 def check_config(args: CreditConfig, method: CreditMethod) -> None:
@@ -41,25 +48,23 @@ def check_config(args: CreditConfig, method: CreditMethod) -> None:
             "one by one have no common ones",
             "leave it at its default, or use method='grpo'",
         )  # fmt: skip
+    if "tree" in method.needs:
+        _refuse(_trees(args, method))
     if getattr(method, "fresh_budget", 0):
         raise InputError(
             "fresh_budget", method.settings["fresh_budget"], "0: a probe here may use what its prefix leaves of "
             "max_completion_length", "leave it out",
         )  # fmt: skip
-    if "ref_logprob" in method.needs and args.beta == 0:
-        raise InputError(
-            "beta", 0, f"above 0: {method.name} reads the reference model, which TRL keeps only for a KL term",
-            "set beta=1e-3",
-        )  # fmt: skip
 
 
 def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
-    """The same for what only the trainer's arguments and its launcher decide."""
+    """The same for what only the trainer's arguments, its data and its launcher decide."""
     if not measures(method):
         return
-    columns = getattr(trainer.train_dataset, "column_names", None) or []
-    needs = f"nothing: {method.name} continues prefixes as token ids alone, and "
+    columns = set(getattr(trainer.train_dataset, "column_names", None) or [])
+    needs = f"nothing: {method.name} reads responses as token ids alone, and "
     use = "use method='grpo', or leave it out"
+    sharded = "one process or DDP: measuring with a sharded model is not tested"
     _refuse(
         iter(
             [
@@ -68,14 +73,57 @@ def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
                  needs + "a probe cannot go through it", use),
                 (trainer.environment_factories is not None, "environment_factory", "an environment",
                  needs + "its state at a pivot cannot be restored", use),
-                (trainer._is_vlm or bool({"image", "images"} & set(columns)), "processing_class", "images",
+                (trainer._is_vlm or bool({"image", "images"} & columns), "processing_class", "images",
                  needs + "images would be lost", use),
-                (trainer.is_fsdp_enabled, "fsdp", "sharded parameters",
-                 "one process or DDP: probing a sharded model is not tested", "launch with DDP"),
-                (trainer.is_deepspeed_enabled, "deepspeed", "sharded parameters",
-                 "one process or DDP: probing a sharded model is not tested", "launch with DDP"),
+                (trainer.is_fsdp_enabled, "fsdp", "sharded parameters", sharded, "launch with DDP"),
+                (trainer.is_deepspeed_enabled, "deepspeed", "sharded parameters", sharded, "launch with DDP"),
             ]
         )
+    )  # fmt: skip
+    # An iterable data set may not know its columns before it is read; then the first batch tells.
+    if columns:
+        _refuse(_data(method, columns))
+    if "step_labels" in method.needs and trainer.step_verifier is None:
+        raise InputError(
+            "step_verifier", "none", f"a verifier of single steps: {method.name} reads its verdicts",
+            "CreditTrainer(..., step_verifier=my_verifier), see apportion.verify.steps; generated tasks have one",
+        )  # fmt: skip
+    if "tree" in method.needs and trainer.accelerator.num_processes > 1:
+        raise InputError(
+            "num_processes", trainer.accelerator.num_processes, f"1: {method.name}'s trees grow in one process"
+        )
+
+
+def _trees(args: Any, method: CreditMethod) -> Iterator[Refusal]:
+    own = tree_method(method)
+    assert own is not None
+    rule, leaves = tree_rule(own)
+    yield (
+        args.num_generations != leaves, "num_generations", args.num_generations,
+        f"{leaves}, the leaves of a tree of {own.name}", f"set num_generations={leaves}",
+    )  # fmt: skip
+    rule.bounds(args.max_completion_length)
+    yield (
+        own.name == "spo_tree" and args.mask_truncated_completions, "mask_truncated_completions", True,
+        "False: an edge that a truncated response shares with others is trained once, masked or not", "leave it out",
+    )  # fmt: skip
+    yield (
+        own.name == "spo_tree" and method is not own, "method", method.name,
+        "spo_tree by itself: its edges train with one advantage each, by its own rule", "drop the other methods",
+    )  # fmt: skip
+
+
+def _data(method: CreditMethod, columns: set[str]) -> Iterator[Refusal]:
+    got = ", ".join(sorted(columns))
+    yield (
+        bool({"belief", "confidence"} & method.needs) and not columns & {*GOLD_COLUMNS}, "train_dataset",
+        f"the columns {got}", f"a gold answer, whose probability {method.name} reads: one of {', '.join(GOLD_COLUMNS)}",
+        "add such a column",
+    )  # fmt: skip
+    yield (
+        "divergence" in method.needs and "span" not in columns, "train_dataset", f"the columns {got}",
+        f"`span`, the part of each prompt that {method.name} blanks (or images, which need a model that sees)",
+        "add that column with text as it stands in the prompt",
     )  # fmt: skip
 
 
@@ -116,7 +164,7 @@ def _per_token(args: Any, name: str) -> Iterator[Refusal]:
 def _measuring(args: Any, name: str) -> Iterator[Refusal]:
     yield (
         args.use_vllm, "use_vllm", True,
-        f"False: {name}'s probes must come from the policy that sampled the rollouts, and probing through TRL's vLLM "
+        f"False: {name}'s measurements must come from the policy that sampled the rollouts, and TRL's vLLM "
         "is not tested",
         "leave it out",
     )  # fmt: skip

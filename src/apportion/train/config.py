@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig
 
 from apportion.credit.method import CreditMethod
-from apportion.credit.registry import make_method, method_class
+from apportion.credit.registry import make_method, method_class, method_names_of
 from apportion.errors import InputError, nearest
 from apportion.train.compatibility import check_config
 
@@ -24,8 +24,10 @@ class CreditConfig(GRPOConfig):
     `credit={"seed": 1}`. On a command line or in a file all of them go there.
 
     Attributes:
-        method: registered name of the credit method (`apportion methods` lists them).
-        credit: the method's settings; what is left out keeps the method's default.
+        method: registered name of the credit method (`apportion methods` lists them), or a list of names: a
+            pipeline (see `apportion.credit.pipeline`).
+        credit: the method's settings; what is left out keeps the method's default. For a pipeline a dict for
+            each of its methods: `{"probepo": {"budget": 24}}`.
         run_folder: where metrics.jsonl and the rollouts, evidence and credit of each step are written (see
             `apportion.records`); None keeps no records.
         record_every: optimiser steps between recorded batches; metrics are written at every log.
@@ -43,7 +45,9 @@ class CreditConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "credit"]
 
-    method: str = field(default="probepo", metadata={"help": "Registered name of the credit method."})
+    method: str | list[str] = field(
+        default="probepo", metadata={"help": "Registered name of the credit method, or names: a pipeline."}
+    )
     credit: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Settings of the credit method, e.g. '{\"alpha\": 0.5}'."}
     )
@@ -77,7 +81,7 @@ class CreditConfig(GRPOConfig):
         super().__init__(*args, **{"logging_steps": type(self).logging_steps, **kwargs})
 
     def __post_init__(self) -> None:
-        method_class(self.method)
+        method_names_of(self.method)
         if self.record_every < 1:
             raise InputError("record_every", self.record_every, "1 or more", "1 records every step")
         if self.probe_rows < 1:
@@ -101,12 +105,14 @@ class CreditConfig(GRPOConfig):
         settings = self.credit or {}
         if not isinstance(settings, dict):
             raise InputError("credit", repr(settings), "a JSON object of the method's settings")
-        own = sorted(method_class(self.method).model_fields)
-        for key in settings:
-            if key not in own:
-                known = {*own, *(f.name for f in fields(self))}
-                raise InputError(
-                    key, "an unknown setting",
-                    f"a setting of {self.method} ({', '.join(own)}) or of TRL's GRPOConfig{nearest(key, known)}",
-                )  # fmt: skip
-        return make_method(self.method, settings)
+        names = method_names_of(self.method)
+        if len(names) == 1:
+            own = sorted(method_class(names[0]).model_fields)
+            for key in settings:
+                if key not in own:
+                    known = {*own, *(f.name for f in fields(self))}
+                    raise InputError(
+                        key, "an unknown setting",
+                        f"a setting of {names[0]} ({', '.join(own)}) or of TRL's GRPOConfig{nearest(key, known)}",
+                    )  # fmt: skip
+        return make_method(names, settings)

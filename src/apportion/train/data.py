@@ -5,16 +5,17 @@ Every problem is checked here, before a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from apportion.errors import InputError, nearest
-from apportion.tasks import TASKS, ArithmeticTask, Split, generate, load_problems, parse_problem, verify
+from apportion.tasks import TASKS, ArithmeticTask, Split, check_steps, generate, load_problems, parse_problem, verify
 from apportion.train.settings import DataSection, RunConfig
 from apportion.verify import check_gold
 from apportion.verify.rewards import verifier_reward
+from apportion.verify.steps import Steps, StepVerifier
 
 RewardFunction = Callable[..., list[float | None]]
 
@@ -27,11 +28,13 @@ class Problems:
         train, test: rows with `prompt` (text, or messages for a chat model) and `answer`, and the file's other
             columns. `test` is empty for a user's file: its held-out problems are the user's to choose.
         reward: TRL's kind of reward function.
+        steps: judges single steps of a response; None for a user's file.
     """
 
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
     reward: RewardFunction
+    steps: StepVerifier | None = None
 
 
 def load_data(config: RunConfig, chat: bool) -> Problems:
@@ -70,7 +73,11 @@ def _task(config: RunConfig) -> Problems:
         )  # fmt: skip
 
     def rows(split: Split, count: int) -> list[dict[str, Any]]:
-        return [{"prompt": p.prompt, "answer": p.answer} for p in generate(task, split, count)]
+        # The chain itself is what a response must hold to; see methods that blank a span of the prompt.
+        return [
+            {"prompt": p.prompt, "answer": p.answer, "span": p.prompt.removesuffix("=?\n")}
+            for p in generate(task, split, count)
+        ]
 
     def reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
         return [
@@ -78,7 +85,15 @@ def _task(config: RunConfig) -> Problems:
             for prompt, text in zip(prompts, completions, strict=True)
         ]
 
-    return Problems(rows("train", config.data.count), rows("test", config.run.evaluate_samples), reward)
+    def steps(
+        prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> list[Steps | None]:
+        return [
+            check_steps(parse_problem(row["prompt"], task.modulus), text)
+            for row, text in zip(rows, responses, strict=True)
+        ]
+
+    return Problems(rows("train", config.data.count), rows("test", config.run.evaluate_samples), reward, steps)
 
 
 def _file(config: RunConfig, chat: bool) -> Problems:

@@ -6,7 +6,7 @@ Shapes: _R responses of all ranks in rank order, _B responses of this rank, _T p
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,20 @@ from torch import Tensor, nn
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import nanstd
 
+from apportion.engines.trees import Leaf
 from apportion.groups import Base, group_stats, live_rows
 from apportion.rollouts import Rollouts
 from apportion.segments import token_offsets
-from apportion.train.compatibility import measures
+from apportion.train.compatibility import GOLD_COLUMNS, measures
+from apportion.train.reference import reference_logps
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
 
 # What TRL adds to σ; `trl_base` is checked against TRL's own advantages every step, so a change cannot hide.
 _EPSILON = 1e-4
-_GOLD_COLUMNS = ("answer", "gold", "solution", "ground_truth")
+# Steps, and where a response states its answer, are found in its text.
+_READ_IN_TEXT = frozenset({"steps", "step_labels", "belief", "sensitivity", "confidence"})
 
 
 @dataclass
@@ -42,12 +45,17 @@ class Capture:
         rewards: (R, F) of all ranks, NaN where a function abstained.
         passes: TRL's no-gradient passes over the batch: log-probabilities, entropies (None for a reference
             model), and whether the pass drew random numbers, which only dropout does.
+        leaves: of each response, where the responses are trees; None where they are not. filler: which of them only
+            fill a place. generated: tokens of all trees.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     rewards: Tensor | None = None
     passes: list[tuple[Tensor, Tensor | None, bool]] = field(default_factory=list)
+    leaves: list[Leaf] | None = None
+    filler: list[bool] = field(default_factory=list)
+    generated: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,8 +66,20 @@ class Batch:
     base: Base
     rows: list[dict[str, Any]]
     prompts: list[str]
-    golds: list[str]
     local: slice
+
+    @property
+    def golds(self) -> list[str]:
+        """The first gold answer of each row, for the records."""
+        return [next(iter(answers_of(row)), "") for row in self.rows]
+
+
+def answers_of(row: Mapping[str, Any]) -> list[str]:
+    """The accepted answers of a data set row: its first gold column that is not empty; none where it has none."""
+    gold = next((row[column] for column in GOLD_COLUMNS if row.get(column) not in (None, "")), None)
+    if gold is None:
+        return []
+    return [str(each) for each in gold] if isinstance(gold, list | tuple) else [str(gold)]
 
 
 def weighted(rewards_RF: Tensor, weights_F: Tensor) -> Tensor:
@@ -123,6 +143,8 @@ def token_statistics(trainer: CreditTrainer, capture: Capture, output: dict[str,
         stats["old_logprob"] = old
     if "ref_per_token_logps" in output:
         stats["ref_logprob"] = output["ref_per_token_logps"]
+    elif "ref_logprob" in method.needs:
+        stats["ref_logprob"] = reference_logps(trainer, output)
     for name, values in stats.items():
         if values.dtype not in (torch.float32, torch.float64):
             raise RuntimeError(
@@ -171,10 +193,7 @@ def gather_batch(trainer: CreditTrainer, capture: Capture, output: dict[str, Any
     base = Base(
         advantage.float().cpu(), mean.double().nan_to_num(nan=0.0).cpu(), scale.double().nan_to_num(nan=1.0).cpu(), live
     )
-    return Batch(
-        rollouts, base, [r["row"] for r in responses], [r["prompt"] for r in responses],
-        [r["gold"] for r in responses], local,
-    )  # fmt: skip
+    return Batch(rollouts, base, [r["row"] for r in responses], [r["prompt"] for r in responses], local)
 
 
 def _responses(trainer: CreditTrainer, capture: Capture, output: dict[str, Any]) -> list[dict[str, Any]]:
@@ -184,20 +203,24 @@ def _responses(trainer: CreditTrainer, capture: Capture, output: dict[str, Any])
     mask, prompt_ids = mask.bool().cpu(), output["prompt_ids"].cpu()
     prompt_mask = output["prompt_mask"].bool().cpu()
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    with_text = "steps" in trainer.credit_method.needs or trainer.args.run_folder is not None
+    with_text = bool(_READ_IN_TEXT & trainer.credit_method.needs) or trainer.args.run_folder is not None
     out = []
     for i, (row, ids) in enumerate(zip(capture.rows, capture.token_ids, strict=True)):
         prompt = prompt_ids[i][prompt_mask[i]]
         starts, text = token_offsets(trainer.decode, ids, prompt.tolist()) if with_text else ([], "")
+        own = {name: values[i, : len(ids)] for name, values in stats.items()}
+        leaf = capture.leaves[i] if capture.leaves else None
+        if leaf is not None:
+            # Of the distributions that it was sampled from, whatever pass TRL made since.
+            own["old_logprob"] = torch.tensor(leaf.logprobs)
         out.append(
             {
                 "row": {key: value for key, value in row.items() if key not in ("image", "images")},
                 "prompt": trainer.decode(prompt.tolist()) if with_text else "",
-                "gold": str(next((row[c] for c in _GOLD_COLUMNS if row.get(c) is not None), "")),
                 "prompt_ids": prompt, "token_ids": torch.tensor(ids), "mask": mask[i, : len(ids)],
                 "truncated": ids[-1] not in ends,
                 "text": text if with_text else None, "char_start": torch.tensor(starts) if with_text else None,
-                "stats": {name: values[i, : len(ids)] for name, values in stats.items()},
+                "stats": own, "leaf": leaf,
             }
         )  # fmt: skip
     return out
@@ -207,6 +230,10 @@ def _rollouts(responses: list[dict[str, Any]], reward_R: Tensor, size: int, occu
     length = torch.tensor([len(r["token_ids"]) for r in responses])
     groups = len(responses) // size
     with_text = responses[0]["text"] is not None
+    leaves: list[Leaf] = [r["leaf"] for r in responses if r["leaf"] is not None]
+    boundary = torch.zeros(int(length.sum()), dtype=torch.bool)
+    for at, leaf in zip((length.cumsum(0) - length).tolist(), leaves, strict=False):
+        boundary[[at + start for start in leaf.starts]] = True
 
     def stat(name: str) -> Tensor | None:
         return torch.cat([r["stats"][name] for r in responses]) if name in responses[0]["stats"] else None
@@ -226,6 +253,8 @@ def _rollouts(responses: list[dict[str, Any]], reward_R: Tensor, size: int, occu
         old_logprob=stat("old_logprob"),
         entropy=stat("entropy"),
         ref_logprob=stat("ref_logprob"),
+        boundary=boundary if leaves else None,
+        path=tuple(leaf.path for leaf in leaves) if leaves else None,
     )
 
 

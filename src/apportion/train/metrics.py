@@ -5,46 +5,51 @@ Shapes: _N flat tokens, _P groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from apportion.credit.record import Credit
 from apportion.groups import group_stats
-from apportion.measure.probe import Probe
 from apportion.rollouts import Rollouts
 
+if TYPE_CHECKING:
+    from apportion.train.measuring import Measurement
 
-def step_metrics(
-    rollouts: Rollouts, credit: Credit, probes: Sequence[Probe], logprob_gap: float | None
-) -> dict[str, float]:
+
+def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, actor: int) -> dict[str, float]:
     """Name → value. Tokens and continuations are of all ranks; values that do not exist this step are left out.
+
+    Args:
+        actor: tokens generated for the rollouts; in trees those that responses share count once.
 
     credit/acr: share of the groups with several scored responses whose rewards are all equal.
     credit/zero_variance: share of all groups with nothing to compare, singletons and unscored ones included.
     credit/p99_abs_advantage: 99th percentile of |A| over trainable tokens.
     credit/error/NAME: measured error of each invariant; `conserved` is what the method promises to keep.
     credit/NAME: the method's counts, such as pivots and dropped_pivots.
-    probe/tokens, probe/continuations: generated for measuring; probe/ratio: tokens over those of the rollouts
-    (tokens/actor). probe/rescued_frac: share of the continuations that were cut off and rescued.
+    probe/tokens: generated for measuring; probe/ratio: those over the rollouts' (tokens/actor).
+    probe/continuations: graded ones. probe/rescued_frac: share of them that were cut off and rescued.
+    measure/forwards, forward_tokens, backwards, backward_tokens: passes through the model for measuring, padding
+    included; a decoding step is a forward.
     probe/logprob_gap: largest difference, in nats, between the probing engine's and the trainer's own
     log-probabilities on a probe's prefix.
     """
     stats = group_stats(rollouts)
     several = stats.count >= 2
     advantage = credit.token[rollouts.mask].abs().numpy()
-    actor = len(rollouts.token_ids)
-    tokens = sum(len(probe.token_ids) for probe in probes)
+    probes, cost = measured.probes, measured.cost
     found = {
         "credit/acr": float(stats.collapsed[several].double().mean()) if several.any() else None,
         "credit/zero_variance": float(stats.collapsed.double().mean()),
         "credit/p99_abs_advantage": float(np.quantile(advantage, 0.99)) if len(advantage) else None,
         "tokens/actor": float(actor),
-        "probe/tokens": float(tokens),
-        "probe/ratio": tokens / max(actor, 1),
+        "probe/tokens": float(cost.generated),
+        "probe/ratio": cost.generated / max(actor, 1),
         "probe/continuations": float(len(probes)),
         "probe/rescued_frac": sum(p.rescued for p in probes) / max(len(probes), 1),
-        "probe/logprob_gap": logprob_gap,
+        "probe/logprob_gap": measured.logprob_gap,
+        **{f"measure/{name}": float(number) for name, number in vars(cost).items() if name != "generated"},
         **{f"credit/error/{name}": error for name, error in credit.invariants.items()},
         **{f"credit/{name}": float(number) for name, number in credit.counts.items()},
     }

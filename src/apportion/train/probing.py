@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accelerate.utils import gather_object
 
 from apportion.engines.base import Sampling
 from apportion.engines.transformers import TransformersEngine
-from apportion.measure.evidence import Evidence
+from apportion.measure.evidence import Continuations, Evidence
 from apportion.measure.plan import Job
 from apportion.measure.probe import Probe, Rescue, evidence_of, probe
 from apportion.train.grading import grade
@@ -21,18 +20,12 @@ if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
 
 
-@dataclass(frozen=True)
-class Probing:
-    """What was measured on a batch, by all ranks.
-
-    Attributes:
-        probes: in no particular order; each is keyed.
-        logprob_gap: largest difference, in nats, between the engine's and the trainer's own log-probabilities of
-            the tokens before a probe; None where no probed prefix holds a token of a response.
-    """
-
-    probes: Sequence[Probe] = ()
-    logprob_gap: float | None = None
+def sampling_of(trainer: CreditTrainer) -> Sampling:
+    """How the trainer samples its rollouts."""
+    return Sampling(
+        stop_ids=tuple(trainer.eos_token_ids), temperature=trainer.temperature, top_k=trainer.top_k or 0,
+        top_p=trainer.top_p, min_p=trainer.min_p or 0.0, repetition_penalty=trainer.repetition_penalty,
+    )  # fmt: skip
 
 
 class Prober:
@@ -45,30 +38,34 @@ class Prober:
         self.trainer = trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
         self.engine = TransformersEngine(model, trainer._tokenizer.pad_token_id, max_batch=trainer.args.probe_rows)
-        self.sampling = Sampling(
-            stop_ids=tuple(trainer.eos_token_ids), temperature=trainer.temperature, top_k=trainer.top_k or 0,
-            top_p=trainer.top_p, min_p=trainer.min_p or 0.0, repetition_penalty=trainer.repetition_penalty,
-        )  # fmt: skip
+        self.sampling = sampling_of(trainer)
         self.rescue = None
         if (cue := trainer.args.rescue_cue) is not None:
             ids = trainer._tokenizer(cue, add_special_tokens=False)["input_ids"]
             answer = re.compile(trainer.args.rescue_answer)
             self.rescue = Rescue(tuple(ids), lambda text: answer.search(text) is not None, trainer.args.rescue_tokens)
 
-    def measure(self, batch: Batch, step: int) -> tuple[Evidence, Probing]:
-        """Carries out the method's plan, and its second wave where it has one. The same result on every rank."""
-        method, rollouts = self.trainer.credit_method, batch.rollouts
-        jobs = [job for job in method.plan(rollouts, batch.base) if isinstance(job, Job)]
-        found = [self._wave(batch, jobs, step, first=0)]
-        evidence = Evidence(evidence_of(rollouts, jobs, found[0].probes))
-        if more := method.refine(rollouts, batch.base, evidence):
-            found.append(self._wave(batch, more, step, first=max(job.samples for job in jobs)))
-            jobs = [*jobs, *more]
-        probes = [p for wave in found for p in wave.probes]
-        gap = max((wave.logprob_gap for wave in found if wave.logprob_gap is not None), default=None)
-        return Evidence(evidence_of(rollouts, jobs, probes)), Probing(probes, gap)
+    def measure(
+        self, batch: Batch, jobs: Sequence[Job], step: int
+    ) -> tuple[Continuations, Sequence[Probe], float | None]:
+        """Carries out the jobs and the method's second wave, where it has one. The same result on every rank.
 
-    def _wave(self, batch: Batch, jobs: Sequence[Job], step: int, first: int) -> Probing:
+        Returns:
+            the values, every probe in no particular order, and the largest difference, in nats, between the
+            engine's and the trainer's own log-probabilities of the tokens before a probe: None where no probed
+            prefix holds a token of a response.
+        """
+        method, rollouts = self.trainer.credit_method, batch.rollouts
+        probes, gap = self._wave(batch, jobs, step, first=0)
+        evidence = evidence_of(rollouts, jobs, probes)
+        if more := method.refine(rollouts, batch.base, Evidence(evidence)):
+            found, other = self._wave(batch, more, step, first=max(job.samples for job in jobs))
+            probes, jobs = [*probes, *found], [*jobs, *more]
+            gap = max((each for each in (gap, other) if each is not None), default=None)
+            evidence = evidence_of(rollouts, jobs, probes)
+        return evidence, probes, gap
+
+    def _wave(self, batch: Batch, jobs: Sequence[Job], step: int, first: int) -> tuple[list[Probe], float | None]:
         trainer, rollouts = self.trainer, batch.rollouts
         assert rollouts.prompt_ids is not None
         prompts = [ids.tolist() for ids in rollouts.prompt_ids]
@@ -85,9 +82,9 @@ class Prober:
                 rescue=self.rescue, rank=trainer.accelerator.process_index, world=trainer.accelerator.num_processes,
             )  # fmt: skip
             gap = self._gap(batch, mine)
-        waves: list[Probing] = gather_object([Probing(mine, gap)])
-        gaps = [wave.logprob_gap for wave in waves if wave.logprob_gap is not None]
-        return Probing([p for wave in waves for p in wave.probes], max(gaps, default=None))
+        shares: list[tuple[list[Probe], float | None]] = gather_object([(mine, gap)])
+        gaps = [each for _, each in shares if each is not None]
+        return [p for probes, _ in shares for p in probes], max(gaps, default=None)
 
     def _gap(self, batch: Batch, probes: Sequence[Probe]) -> float | None:
         """Between two ways to the same numbers: the engine's cache and the trainer's padded batch."""

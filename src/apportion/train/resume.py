@@ -1,7 +1,8 @@
 """What TRL leaves out of a checkpoint, so that a run that was stopped goes on bit for bit as if it had not been.
 
 transformers saves weights, optimiser, scheduler, trainer state and the global random streams. Missing are the
-place in the generation window with the batch generated for it, and the order of the prompts in later epochs.
+place in the generation window with the batch generated for it, what the credit method remembers (its settings),
+and the order of the prompts in later epochs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from trl.trainer.utils import RepeatSampler
+
+from apportion.credit.registry import make_method
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
@@ -67,7 +70,13 @@ def save_window(trainer: CreditTrainer, checkpoint: Path) -> None:
         )
     checkpoint.mkdir(parents=True, exist_ok=True)
     place = {"step": trainer._step, "parts": len(buffered or [])}
-    save_file(tensors, _file(trainer, checkpoint), metadata={"window": json.dumps(place)})
+    method = {"name": trainer.args.method, "settings": dict(trainer.credit_method.settings)}
+    metadata = {"window": json.dumps(place), "method": json.dumps(method)}
+    if trainer.trees is not None and trainer.trees.replay is not None:
+        waiting, about = trainer.trees.replay.state_dict()
+        tensors |= {f"replay/{name}": tensor for name, tensor in waiting.items()}
+        metadata |= about
+    save_file(tensors, _file(trainer, checkpoint), metadata=metadata)
 
 
 def load_window(trainer: CreditTrainer, checkpoint: Path) -> None:
@@ -77,10 +86,15 @@ def load_window(trainer: CreditTrainer, checkpoint: Path) -> None:
         return
     with safe_open(path, framework="pt", device=str(trainer.accelerator.device)) as file:
         place = json.loads(file.metadata()["window"])
+        method = json.loads(file.metadata()["method"])
         parts: list[dict[str, Tensor]] = [{} for _ in range(place["parts"])]
+        waiting: dict[str, Tensor] = {}
         for key in sorted(file.keys()):
             part, _, name = key.partition("/")
-            parts[int(part)][name] = file.get_tensor(key)
+            (waiting if part == "replay" else parts[int(part)])[name] = file.get_tensor(key)
+        if trainer.trees is not None and trainer.trees.replay is not None:
+            trainer.trees.replay.load_state_dict({n: t.cpu() for n, t in waiting.items()}, file.metadata())
+    trainer.credit_method = make_method(method["name"], method["settings"])
     trainer._step = place["step"]
     trainer._buffered_inputs = parts or None
 

@@ -68,6 +68,7 @@ def _trainer(run: Run, watch: Watch) -> CreditTrainer:
         trainer = CreditTrainer(
             model=run.model, args=run.args, reward_funcs=run.data.reward, processing_class=run.tokenizer,
             train_dataset=Dataset.from_list(run.data.train), peft_config=peft_config, callbacks=[watch],
+            step_verifier=run.data.steps,
         )  # fmt: skip
     except InputError:
         raise

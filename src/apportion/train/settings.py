@@ -9,16 +9,28 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from apportion.credit.registry import make_method, method_class, setting_error
+from apportion.credit.registry import make_method, method_class, method_names_of, setting_error
 from apportion.errors import InputError, nearest
 
 CONFIG_FILE = "config.toml"
+
+# The generated tasks state an answer as "#37" in a paragraph of its own. A cut inside a step needs the paragraph
+# break as well; steps end with it.
+_ANSWER = r"#(\d+)"
+_TASK_SETTINGS: dict[str, dict[str, Any]] = {
+    "oar_p": {"answer_pattern": _ANSWER},
+    "oar_g": {"answer_pattern": _ANSWER},
+    "grpo_vps": {"answer_pattern": _ANSWER, "cue": "\n\n#"},
+    "spae": {"answer_pattern": _ANSWER, "cue": "#"},
+    "spo_tree": {"branching": [4, 4], "level_tokens": 32},
+    "treepo": {"width": 8, "depth": 8, "segment_tokens": 16},
+}
 
 
 class _Section(BaseModel):
@@ -77,7 +89,9 @@ class RewardSection(_Section):
 
 
 class RunConfig(_Section):
-    """A whole run. `method`: `name` and that method's settings; `trainer`: any option of TRL's GRPOConfig."""
+    """A whole run. `method`: `name` and that method's settings, or a list of names and a table for each of them;
+    `trainer`: any option of TRL's GRPOConfig.
+    """
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
@@ -108,14 +122,26 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
     except ValidationError as error:
         raise setting_error("", error) from None
     settings = dict(config.method)
-    name = str(settings.pop("name", "probepo"))
-    own = method_class(name).model_fields
+    name = settings.pop("name", "probepo")
+    if not (isinstance(name, str) or (isinstance(name, list) and all(isinstance(each, str) for each in name))):
+        raise InputError("method.name", repr(name), "a method's name, or a list of names, which is a pipeline")
+    names = method_names_of(name)
+    own = {*names, *(key for each in names for key in method_class(each).model_fields)}
     if wrong := next((key for key in settings if key not in own and nearest(key, ["name"])), None):
         raise InputError(f"method.{wrong}", "an unknown key", "name, or a setting of the method, did you mean 'name'?")
     # The resolved file names every setting, so that a later change of a default cannot change a recorded run.
     # In JSON's types, which are TOML's: a tuple would come back as a list.
-    method = make_method(name, settings).model_dump(mode="json")
-    return config.model_copy(update={"method": {"name": name, **method}})
+    given = {**_task_settings(names, config.data), **settings} if len(names) == 1 else settings
+    resolved = json.loads(json.dumps(dict(make_method(name, given).settings)))
+    return config.model_copy(update={"method": {"name": name, **resolved}})
+
+
+def _task_settings(names: Sequence[str], data: DataSection) -> dict[str, Any]:
+    """Defaults of a method's settings that fit the generated task: how it states an answer, and its short responses."""
+    if data.path is not None:
+        return {}
+    own = method_class(names[0]).model_fields
+    return {key: value for key, value in _TASK_SETTINGS.get(names[0], {}).items() if key in own}
 
 
 def resume_config(folder: Path) -> RunConfig:
@@ -180,7 +206,8 @@ def _key(key: str) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
+        items = {key: item for key, item in value.items() if item is not None}
+        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in items.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, float):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -19,21 +19,25 @@ from trl.trainer.utils import RepeatSampler
 
 from apportion.credit.record import Credit
 from apportion.errors import InputError
-from apportion.measure.evidence import Evidence
 from apportion.records import RunFolder
 from apportion.train.clock import Clock
 from apportion.train.compatibility import check_trainer, measures
 from apportion.train.config import CreditConfig
 from apportion.train.host import Batch, Capture, frozen_rng, gather_batch, random_state
+from apportion.train.measuring import Measurement, Measurer
 from apportion.train.metrics import step_metrics
-from apportion.train.probing import Prober, Probing
+from apportion.train.probing import sampling_of
 from apportion.train.recording import record_batch
+from apportion.train.reference import frozen_copy
 from apportion.train.resume import EpochSampler, load_window, save_window
 from apportion.train.steps import StepCallback
+from apportion.train.trees import Trees
+from apportion.verify.steps import StepVerifier
 
 
 class CreditTrainer(GRPOTrainer):
-    """`GRPOTrainer` whose advantages are spread over tokens by `args.method`. Takes what `GRPOTrainer` takes.
+    """`GRPOTrainer` whose advantages are spread over tokens by `args.method`. Takes what `GRPOTrainer` takes, and
+    `step_verifier` for methods that read verdicts on steps (see `apportion.verify.steps`).
 
     Each generation batch is frozen with TRL's own rewards, μ, σ and advantages; the method plans what to measure,
     the probes are generated with the trainer's own weights and graded with its own reward functions, and
@@ -54,11 +58,13 @@ class CreditTrainer(GRPOTrainer):
 
     _tag_names: ClassVar[list[str]] = [*GRPOTrainer._tag_names, "apportion"]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, step_verifier: StepVerifier | None = None, **kwargs: Any) -> None:
         config = kwargs.get("args", args[2] if len(args) > 2 else None)
         if not isinstance(config, CreditConfig):
             raise InputError("args", type(config).__name__, "a CreditConfig", "CreditConfig(..., method='probepo')")
         self.credit_method = config.make_method()
+        self.step_verifier = step_verifier
+        self.reference: nn.Module | None = None
         self.clock = Clock()
         self.train_sampler: Sampler | None = None
         self.last_credit: tuple[Batch, Credit] | None = None
@@ -66,7 +72,10 @@ class CreditTrainer(GRPOTrainer):
         self._prompts_of_step = (-1, 0)
         super().__init__(*args, **kwargs)
         check_trainer(self, self.credit_method)
-        self._prober = Prober(self) if measures(self.credit_method) else None
+        if "ref_logprob" in self.credit_method.needs and self.args.beta == 0:
+            self.reference = frozen_copy(self.accelerator.unwrap_model(self.model))
+        self._measurer = Measurer(self) if measures(self.credit_method) else None
+        self.trees = Trees(self, sampling_of(self)) if "tree" in self.credit_method.needs else None
         self._steps = StepCallback(self)
         self.add_callback(self._steps)
 
@@ -102,14 +111,28 @@ class CreditTrainer(GRPOTrainer):
         finally:
             self._capture = None
         with self.clock.phase("credit"), frozen_rng():
-            output["advantages"] = self._advantages(capture, output)
-        return output
+            return self._credited(capture, output)
+
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._capture is None or self.trees is None:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
+            )  # fmt: skip
+        step = self.state.global_step + 1
+        with frozen_rng():
+            leaves, filler, generated = self.trees.sample(prompt_ids, step, self._prompts_seen(step))
+        self._capture.leaves, self._capture.filler, self._capture.generated = leaves, filler, generated
+        return [list(leaf.token_ids) for leaf in leaves], None
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         if self._capture is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         with self.clock.phase("grade"):
             rewards_RF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._capture.filler:
+            rewards_RF[torch.tensor(self._capture.filler, device=rewards_RF.device)] = torch.nan
         self._capture.rows, self._capture.token_ids = list(inputs), completion_ids_list
         self._capture.rewards = rewards_RF
         return rewards_RF
@@ -126,28 +149,38 @@ class CreditTrainer(GRPOTrainer):
         self._capture.passes.append((logprob, entropy, drew))
         return logprob, entropy if wanted else None, aux_loss
 
-    def _advantages(self, capture: Capture, output: dict[str, Any]) -> Tensor:
-        """TRL's (B,) where every token of a response gets the same, else (B, T) float32 with 0 on padding."""
+    def _prompts_seen(self, step: int) -> int:
+        """How many prompts of this optimiser step earlier generation batches held."""
+        return self._prompts_of_step[1] if self._prompts_of_step[0] == step else 0
+
+    def _credited(self, capture: Capture, output: dict[str, Any]) -> dict[str, Any]:
+        """TRL's batch with the method's advantages: (B,) where every token of a response gets the same, else (B, T)
+        float32 with 0 on padding. Where edges of trees are trained by themselves, a row an edge.
+        """
         method, step = self.credit_method, self.state.global_step + 1
-        seen = self._prompts_of_step[1] if self._prompts_of_step[0] == step else 0
+        seen = self._prompts_seen(step)
         batch = gather_batch(self, capture, output, occurrence=seen)
         rollouts, base = batch.rollouts, batch.base
         self._prompts_of_step = (step, seen + rollouts.groups)
-        evidence, probing = Evidence(), Probing()
-        if self._prober is not None:
-            evidence, probing = self._prober.measure(batch, step)
-        credit = method.assign(rollouts, evidence, base)
+        measured = Measurement() if self._measurer is None else self._measurer.measure(batch, step)
+        credit = method.assign(rollouts, measured.evidence, base)
         self.last_credit = (batch, credit)
-        for name, value in step_metrics(rollouts, credit, probing.probes, probing.logprob_gap).items():
+        # What the method remembers is for the next batch; every rank has seen the same one.
+        self.credit_method = method.after(rollouts)
+        actor = capture.generated or len(rollouts.token_ids)
+        for name, value in step_metrics(rollouts, credit, measured, actor).items():
             self.record_metric(name, value)
         # Where TRL generates several times for one step, the records hold the first batch.
         if seen == 0 and self._records and step % self.args.record_every == 0:
-            record_batch(RunFolder(self.args.run_folder), step, batch, probing.probes, credit, self.decode)
+            record_batch(RunFolder(self.args.run_folder), step, batch, measured, credit, self.decode)
+        if self.trees is not None and self.trees.replay is not None:
+            return self.trees.edges(rollouts, credit, step)
         device = output["advantages"].device
         if not method.per_token:
-            return credit.base[batch.local].to(device)
+            return {**output, "advantages": credit.base[batch.local].to(device)}
         token_BT = rollouts.to_padded(credit.token)[batch.local]
-        return functional.pad(token_BT, (0, output["completion_ids"].size(1) - token_BT.size(1))).to(device)
+        token_BT = functional.pad(token_BT, (0, output["completion_ids"].size(1) - token_BT.size(1))).to(device)
+        return {**output, "advantages": token_BT}
 
     @property
     def _records(self) -> bool:

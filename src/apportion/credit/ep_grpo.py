@@ -1,0 +1,131 @@
+"""EP-GRPO: a gate by entropy on the base advantage, and a progress term standardised along the response.
+
+Shapes: _N flat tokens, _R responses, _G groups, _B = _G · buckets.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from apportion.credit.method import CreditMethod, Need
+from apportion.credit.record import Conserves, Credit
+from apportion.errors import InputError
+from apportion.groups import Base
+from apportion.measure.evidence import Evidence
+from apportion.rollouts import Rollouts
+
+# Advantages and rewards nearer to 0 than this are what float32 leaves of 0, and a residue has no direction.
+_RESIDUE = 1e-6
+
+
+class EPGRPO(CreditMethod):
+    """EP-GRPO: A_t = W_t·A_i + η·W_t·z_t, an entropy gate on the advantage and on a progress signal.
+
+    Gate W_t = sigmoid(γ(H_t − μ_H)/σ_H) and A_outcome = W_t·A_i [note]. Signal s_t = λ(log π_old − log π_ref) of the
+    sampled token, direction d_i = sign(A_i) where the group's rewards differ, else sign(r_i − θ_r) [note]. Progress
+    coordinate τ_t = entropy up to and with t over the response's total; K buckets by τ [note].
+
+    Completion [ours]: p_t = d_i·s_t; z = (p − mean)/(std + 1e-6) over the tokens of the prompt group in the same
+    bucket, A_progress = η·W_t·z; defaults of γ, λ, η and θ_r; z = 0 in a bucket with one token or std < 1e-8;
+    τ = t/T where the total entropy is 0; W = .5 where σ_H < 1e-8; μ_H and σ_H over the batch's trainable tokens.
+    Also [ours]: bucket b holds τ in (b/K, (b+1)/K], so that the last token is in the last one; both deviations
+    are the population's; an A_i or r_i − θ_r within 1e-6 of 0 has direction 0; a response without a reward
+    counts in no statistic; `mean_gate` divides W by its mean over the batch's trainable tokens.
+
+    Source: EP-GRPO, arXiv 2605.04960. A group whose rewards are all equal learns from its progress term.
+    """
+
+    name: ClassVar[str] = "ep_grpo"
+    needs: ClassVar[frozenset[Need]] = frozenset({"entropy", "old_logprob", "ref_logprob"})
+    conserves: ClassVar[Conserves] = "none"
+    learns_when_collapsed: ClassVar[bool] = True
+    cost: ClassVar[str] = "log-probabilities of a reference model"
+    paper: ClassVar[str] = "EP-GRPO, arXiv 2605.04960"
+    marks: ClassVar[str] = "[note]; standardisation of progress, defaults and edge rules [ours]"
+
+    gamma: float = Field(1.0, allow_inf_nan=False, description="slope of the entropy gate")
+    lambda_: float = Field(1.0, allow_inf_nan=False, description="factor on log π_old − log π_ref")
+    eta: float = Field(0.1, allow_inf_nan=False, description="share of the progress term")
+    buckets: int = Field(10, ge=1, description="buckets of the progress coordinate (K)")
+    reward_threshold: float = Field(
+        0.5, allow_inf_nan=False, description="reward above which a response of a collapsed group counts as good (θ_r)"
+    )
+    mean_gate: bool = Field(False, description="divide the gate by its mean over the batch")
+
+    @property
+    def batch_wide(self) -> bool:
+        return True
+
+    def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
+        entropy, logprob, reference = (self._field(rollouts, f) for f in ("entropy", "old_logprob", "ref_logprob"))
+        # An engine in bf16 may report an entropy a little below 0.
+        entropy = entropy.clamp(min=0.0)
+        use = rollouts.mask & rollouts.scored[rollouts.row]
+        gate = self._gate(entropy, use)
+        signal = self._direction(rollouts, base)[rollouts.row] * self.lambda_ * (logprob - reference)
+        bucket = rollouts.group[rollouts.row] * self.buckets + self._bucket(rollouts, entropy)
+        z = standardised(signal, bucket, use, rollouts.groups * self.buckets)
+        return Credit.form(
+            rollouts, base.advantage, weight=gate, residual=torch.where(use, self.eta * gate * z, 0.0),
+            method=self.name, settings=self.settings, conserves=self.keeps,
+        )  # fmt: skip
+
+    def _field(self, rollouts: Rollouts, field: str) -> Tensor:
+        """[N] float64."""
+        value: Tensor | None = getattr(rollouts, field)
+        if value is None:
+            raise InputError(f"{self.name}: {field}", "none", "one value a token", f"give `{field}` for every row")
+        return value.double()
+
+    def _gate(self, entropy: Tensor, use: Tensor) -> Tensor:
+        """[N] W_t; whatever it is on tokens out of `use`."""
+        seen = entropy[use]
+        if not len(seen):
+            return torch.ones_like(entropy)
+        mean, deviation = seen.mean(), seen.std(correction=0)
+        if deviation < 1e-8:
+            gate = torch.full_like(entropy, 0.5)
+        else:
+            gate = torch.sigmoid(self.gamma * (entropy - mean) / deviation)
+        return gate / gate[use].mean() if self.mean_gate else gate
+
+    def _direction(self, rollouts: Rollouts, base: Base) -> Tensor:
+        """[R] d_i: −1, 0 or 1."""
+        judged = rollouts.reward.double() - self.reward_threshold
+        towards = torch.where(base.live, base.advantage.detach().double(), judged)
+        return torch.where(rollouts.scored & (towards.abs() > _RESIDUE), towards.sign(), 0.0)
+
+    def _bucket(self, rollouts: Rollouts, entropy: Tensor) -> Tensor:
+        """[N] int64, the bucket of each token's progress coordinate."""
+        # Added up row by row and not along the flat batch, whose order must not reach the edges of the buckets.
+        spent = rollouts.to_padded(entropy).cumsum(1)[rollouts.row, rollouts.position]
+        total = torch.zeros(len(rollouts), dtype=torch.float64)
+        total = total.scatter_reduce(0, rollouts.row, spent, "amax")[rollouts.row]
+        before = rollouts.trainable.cumsum(0) - rollouts.trainable
+        count = rollouts.mask.double().cumsum(0) - before[rollouts.row]
+        share = count / rollouts.trainable.clamp(min=1)[rollouts.row]
+        progress = torch.where(total > 0, spent / total.clamp(min=1e-300), share)
+        # The hair is taken off because 10 · (.1 + .2) comes out above 3.
+        return (torch.ceil(self.buckets * progress - 1e-9) - 1).clamp(0, self.buckets - 1).long()
+
+
+def standardised(values: Tensor, bucket: Tensor, use: Tensor, buckets: int) -> Tensor:
+    """[N] (x − mean)/(std + 1e-6) over the tokens of the same bucket; 0 in one with one token or std < 1e-8.
+
+    Args:
+        values: [N] float64. bucket: [N] int64 below `buckets`. use: [N] bool, the tokens that count.
+    """
+    counted = use.double()
+
+    def mean(of: Tensor) -> Tensor:
+        total = torch.zeros(buckets, dtype=torch.float64).index_add_(0, bucket, torch.where(use, of, 0.0))
+        return (total / count.clamp(min=1))[bucket]
+
+    count = torch.zeros(buckets, dtype=torch.float64).index_add_(0, bucket, counted)
+    distance = values - mean(values)
+    deviation = mean(distance**2).sqrt()
+    return torch.where((count[bucket] > 1) & (deviation >= 1e-8), distance / (deviation + 1e-6), 0.0)

@@ -1,0 +1,63 @@
+"""PRPO: tokens that hang on what the response was shown, and not on its details, get more of the advantage.
+
+Shapes: _N flat tokens, _R responses.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+
+from apportion.credit.method import CreditMethod, Need
+from apportion.credit.oar import keep_mass, row_minmax
+from apportion.credit.record import Credit
+from apportion.groups import Base
+from apportion.measure.evidence import Evidence
+from apportion.measure.plan import DivergenceJob
+from apportion.rollouts import Rollouts
+
+
+class PRPO(CreditMethod):
+    """PRPO, arXiv 2606.08708 [ours: only the abstract could be read]. Perception, or the use of a marked context.
+
+    The importance of a token is KL(p ‖ p with what was shown blanked) · exp(−KL(p ‖ p with it disturbed)). With n the
+    min-max of log1p of it over the response's trainable tokens (range 1 where all are equal), w = 1 where
+    n < threshold, else 1 + β(n − threshold)/(1 − threshold). Then w ← w·T/Σw over the T trainable tokens, and
+    A_t = A_i·w_t. What was shown is an image, or a marked span of the prompt; the host knows which.
+
+    Numbers: n = (0, .4, .7, 1), β = 2, threshold = .4: w = (1, 1, 2, 3), times 4/7 (.5714, .5714, 1.1429, 1.7143).
+    """
+
+    name: ClassVar[str] = "prpo"
+    needs: ClassVar[frozenset[Need]] = frozenset({"divergence"})
+    cost: ClassVar[str] = "three forward passes a response"
+    paper: ClassVar[str] = "PRPO, arXiv 2606.08708"
+    marks: ClassVar[str] = "[ours: only the abstract could be read]"
+
+    beta: float = Field(2.0, ge=0, allow_inf_nan=False, description="boost of the token that hangs on it most")
+    threshold: float = Field(0.4, ge=0, lt=1, description="scaled importance from which a token is boosted (τ)")
+    disturb: float = Field(0.3, gt=0, le=1, description="share of the shown tokens that is replaced to disturb")
+    seed: int = Field(0, ge=0, description="of the disturbance")
+
+    def plan(self, rollouts: Rollouts, base: Base) -> list[DivergenceJob]:
+        return [DivergenceJob(row, self.disturb, self.seed) for row in base.live.nonzero()[:, 0].tolist()]
+
+    def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
+        measured = evidence.importance
+        self.demand(
+            "evidence.importance", None if measured is None else measured.given, base.live,
+            "measure what `apportion plan --method prpo` lists",
+        )  # fmt: skip
+        weight = torch.ones(len(rollouts.row), dtype=torch.float64)
+        if measured is not None:
+            use = rollouts.mask & measured.given[rollouts.row]
+            row = rollouts.row[use]
+            n = row_minmax(torch.log1p(measured.value[use]), row, len(rollouts))
+            boost = (n - self.threshold).clamp(min=0) / (1 - self.threshold)
+            weight[use] = keep_mass(1 + self.beta * boost, row, len(rollouts))
+        return Credit.form(
+            rollouts, base.advantage, weight=weight,
+            method=self.name, settings=self.settings, conserves=self.keeps,
+        )  # fmt: skip

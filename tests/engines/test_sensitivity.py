@@ -1,0 +1,535 @@
+"""OAR's sensitivities equal one full forward a token, and finite differences; the model is left as it was.
+
+Planted faults seen caught: PLANTED
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies import VOCABULARY, ids, llama, mistral, qwen2
+from torch import Tensor, nn
+from transformers import MistralConfig
+
+from apportion.engines.base import Key, Reading, SensitivityRequest
+from apportion.engines.scoring import Scorer
+from apportion.engines.sensitivity import sensitivities
+from apportion.errors import InputError
+from apportion.tasks import load_policy
+
+LAST, MEAN, JOINT = REPRESENTATIONS = ("last", "answer_mean", "answer_joint")
+
+
+def ask(
+    sequence: tuple[int, ...], prompt: int, reasoning: int, answer: tuple[int, int], estimator: str,
+    representation: str, noise: float = 1e-3, seed: int = 0, name: str = "p",
+) -> SensitivityRequest:  # fmt: skip
+    key = Key("run", 3, name, 0, 0)
+    return SensitivityRequest(key, sequence, prompt, reasoning, answer, estimator, representation, noise, seed)
+
+
+def asked(estimator: str, representations: tuple[str, ...] = REPRESENTATIONS) -> list[SensitivityRequest]:
+    """Several lengths, cues and answers; one answer directly behind the reasoning, one with text behind it."""
+    shapes = [(5, 14, (17, 20), 20), (3, 9, (9, 11), 13), (8, 21, (23, 24), 24), (1, 1, (2, 6), 6), (4, 0, (3, 5), 7)]
+    return [
+        ask(ids(p + length, seed=p), p, r, answer, estimator, representation, name=f"{p}/{representation}")
+        for p, r, answer, length in shapes
+        for representation in representations
+    ]
+
+
+def read(scorer: Scorer, requests: list[SensitivityRequest]) -> dict[Key, Tensor]:
+    out: dict[Key, Tensor] = {}
+    for reading in sensitivities(scorer, requests):
+        assert isinstance(reading, Reading) and reading.key not in out
+        assert reading.values.dtype == torch.float64 and not reading.values.requires_grad
+        out[reading.key] = reading.values
+    assert out.keys() == {request.key for request in requests}
+    return out
+
+
+def one(model: nn.Module, request: SensitivityRequest, pad: int = 0, **rest: object) -> list[float]:
+    return read(Scorer(model, pad, **rest), [request])[request.key].tolist()
+
+
+# The slow reference: whole sequences one by one, and the published rules in plain loops over plain numbers.
+
+
+def log_softmax(scores: list[float]) -> list[float]:
+    top = max(scores)
+    total = math.fsum(math.exp(s - top) for s in scores)
+    return [s - top - math.log(total) for s in scores]
+
+
+def represented(logits: list[list[float]], request: SensitivityRequest, temperature: float) -> list[float]:
+    """The log-probabilities, or φ alone in a list. `logits[i]` predicts the token at i + 1."""
+    start, end = request.prompt + request.answer[0], request.prompt + request.answer[1]
+    rows = [[z / temperature for z in row] for row in logits]
+    if request.representation == LAST:
+        return log_softmax(rows[start - 1])
+    if request.representation == MEAN:
+        size = end - start
+        return log_softmax([math.fsum(rows[i - 1][v] for i in range(start, end)) / size for v in range(len(rows[0]))])
+    return [math.fsum(log_softmax(rows[i - 1])[request.ids[i]] for i in range(start, end)) / (end - start)]
+
+
+def change(clean: list[float], other: list[float]) -> float:
+    """KL(clean ‖ other), or φ's fall."""
+    if len(clean) == 1:
+        return clean[0] - other[0]
+    return math.fsum(math.exp(a) * (a - b) for a, b in zip(clean, other, strict=True) if a > -math.inf)
+
+
+def naive_perturbed(
+    model: nn.Module, request: SensitivityRequest, pad: int = 0, temperature: float = 1.0
+) -> list[float]:
+    def state(sequence: list[int]) -> list[float]:
+        with torch.no_grad():
+            return represented(model(torch.tensor([sequence])).logits[0].double().tolist(), request, temperature)
+
+    was_training = model.training
+    model.eval()
+    clean = state(list(request.ids))
+    out = []
+    for t in range(request.reasoning):
+        sequence = list(request.ids)
+        sequence[request.prompt + t] = pad
+        out.append(max(0.0, change(clean, state(sequence))))
+    model.train(was_training)
+    return out
+
+
+def naive_gradient(model: nn.Module, request: SensitivityRequest, temperature: float = 1.0) -> list[float]:
+    """Central differences of J along each token's own embedding, from its noisy one. For a float64 model."""
+    embeds = model.get_input_embeddings().weight.detach()[list(request.ids)]
+    stream = torch.Generator().manual_seed(request.key.stream(request.seed))
+    noise = torch.randn((request.reasoning, embeds.shape[1]), generator=stream) * request.noise
+    noisy = embeds.clone()
+    for t in range(request.reasoning):
+        noisy[request.prompt + t] += noise[t]
+
+    def state(inputs: Tensor) -> list[float]:
+        with torch.no_grad():
+            return represented(model(inputs_embeds=inputs[None]).logits[0].tolist(), request, temperature)
+
+    out, clean, h = [], state(embeds), 1e-4
+    for t in range(request.prompt, request.prompt + request.reasoning):
+        ends = []
+        for side in (h, -h):
+            moved = noisy.clone()
+            moved[t] += side * embeds[t]
+            ends.append(change(clean, state(moved)))
+        out.append(abs(ends[0] - ends[1]) / (2 * h))
+    return out
+
+
+def exact(model: nn.Module) -> nn.Module:
+    """A float64 copy. transformers' RMSNorm rounds to float32 whatever the model is, so it is written out here."""
+    model = copy.deepcopy(model).double()
+
+    def normed(norm: nn.Module, x: Tensor) -> Tensor:
+        return norm.weight * x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+
+    for module in model.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.forward = partial(normed, module)
+    return model
+
+
+class Averages(nn.Module):
+    """logits_i is the mean of the embeddings up to i: every number below is a line of arithmetic."""
+
+    def __init__(self, *rows: tuple[float, float]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding.from_pretrained(torch.tensor(rows, dtype=torch.float32), freeze=False)
+        self.config = MistralConfig(vocab_size=2, sliding_window=1)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.embed
+
+    def forward(self, input_ids=None, inputs_embeds=None, logits_to_keep=0, use_cache=False) -> SimpleNamespace:
+        e = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        logits = e.cumsum(1) / torch.arange(1, e.shape[1] + 1)[:, None]
+        return SimpleNamespace(logits=logits[:, logits_to_keep])
+
+
+PAD, LN9 = 2, math.log(9)
+
+
+@pytest.mark.parametrize(
+    ("representation", "answer", "pad_logit", "temperature", "expected"),
+    [
+        # Before: all logits 0. Prompt and two reasoning tokens average to (ln 9, 0): KL((.5, .5) ‖ (.9, .1)).
+        (LAST, (0,), 3 * LN9, 1.0, 0.5108),
+        # ln 9 / 2 = ln 3: KL((.5, .5) ‖ (.75, .25)) = .5·ln(.5/.75) + .5·ln 2.
+        (LAST, (0, 1), 3 * LN9, 2.0, 0.1438),
+        # Columns 2 and 3 hold x/3 and x/4, 7x/24 on average: again ln 9. Averaged probabilities would say .4954.
+        (MEAN, (0, 1), 24 / 7 * LN9, 1.0, 0.5108),
+        # ln .5 − (ln .9 + ln(1/(1 + 9^.75)))/2.
+        (JOINT, (0, 1), 3 * LN9, 1.0, 0.2715),
+        # ln .5 − ln .9 = −.5878: the answer became likelier.
+        (JOINT, (0,), 3 * LN9, 1.0, 0.0),
+    ],
+)
+def test_perturbation_by_hand(
+    representation: str, answer: tuple[int, ...], pad_logit: float, temperature: float, expected: float
+) -> None:
+    model = Averages((0, 0), (0, 0), (pad_logit, 0))
+    request = ask((1, 1, 1, *answer), 1, 2, (2, 2 + len(answer)), "perturb", representation)
+    assert one(model, request, PAD, temperature=temperature) == pytest.approx([expected] * 2, abs=5e-5)
+
+
+def test_gradient_by_hand() -> None:
+    """Rows with gaps of 2, 1 and −3 behind a zero row: p = (.5, .5), and each embedding has a weight of 1/4.
+
+    φ = ln p₀, so |∂φ/∂e · e| = (1 − p₀)·|gap|/4 = .25, .125, .375. KL: ∂J/∂z = q − p = (δ, −δ), so I ∝ |gap|.
+    """
+    model = Averages((0, 0), (1, -1), (1, 0), (-1, 2))
+    joint = ask((0, 1, 2, 3, 0), 1, 3, (3, 4), "gradient", JOINT)
+    assert one(model, joint) == pytest.approx([0.25, 0.125, 0.375], rel=2e-3)
+    for representation in (LAST, MEAN):
+        values = one(model, ask((0, 1, 2, 3, 0), 1, 3, (3, 4), "gradient", representation))
+        assert values[0] > 0
+        assert values == pytest.approx([values[1] * gap for gap in (2, 1, 3)], rel=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "make", [llama, qwen2, lambda: mistral(8), lambda: mistral(64)], ids=["llama", "qwen2", "window", "wide window"]
+)
+def test_perturbation_equals_a_forward_a_token(make, temperature: float) -> None:
+    model, requests = make(), asked("perturb")
+    got = read(Scorer(model, 2, temperature=temperature), requests)
+    for request in requests:
+        expected = naive_perturbed(model, request, 2, temperature)
+        assert got[request.key].tolist() == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    assert max(float(values.max()) for values in got.values() if len(values)) > 0.1
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    prompt=st.integers(1, 6),
+    reasoning=st.integers(0, 40),
+    cue=st.integers(0, 3),
+    answer=st.integers(1, 4),
+    rest=st.integers(0, 3),
+    representation=st.sampled_from(REPRESENTATIONS),
+    pad=st.integers(0, VOCABULARY - 1),
+    limit=st.sampled_from([1, 100, 16_384]),
+)
+def test_perturbation_equals_a_forward_a_token_anywhere(
+    prompt: int, reasoning: int, cue: int, answer: int, rest: int, representation: str, pad: int, limit: int
+) -> None:
+    start = reasoning + cue
+    sequence = ids(prompt + start + answer + rest, seed=reasoning)
+    request = ask(sequence, prompt, reasoning, (start, start + answer), "perturb", representation)
+    expected = naive_perturbed(MODEL, request, pad)
+    assert one(MODEL, request, pad, max_tokens=limit) == pytest.approx(expected, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_gradient_equals_finite_differences(temperature: float) -> None:
+    model, requests = exact(llama()), asked("gradient")
+    got = read(Scorer(model, 0, temperature=temperature), requests)
+    for request in requests:
+        expected = naive_gradient(model, request, temperature)
+        assert got[request.key].tolist() == pytest.approx(expected, abs=1e-5 * max(expected, default=0), rel=1e-4)
+
+
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
+def test_the_embedded_policy(representation: str) -> None:
+    model, tokenizer = load_policy()
+    parts = [
+        tokenizer(text)["input_ids"] for text in ("47+8*7-9+5=?\n", "47+8=55\n\n55*7=85\n\n85-9=76\n\n", "#", "76")
+    ]
+    sequence, (p, r, cue, answer) = tuple(token for part in parts for token in part), map(len, parts)
+    where = (sequence, p, r, (r + cue, r + cue + answer))
+    perturb = ask(*where, "perturb", representation)
+    assert one(model, perturb) == pytest.approx(naive_perturbed(model, perturb), abs=1e-5, rel=1e-5)
+    gradient = ask(*where, "gradient", representation)
+    expected = naive_gradient(exact(model), gradient)
+    assert one(exact(model), gradient) == pytest.approx(expected, abs=1e-5 * max(expected))
+    assert one(model, gradient) == pytest.approx(expected, abs=1e-3 * max(expected)), "float32 at noise 1e-3"
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    max_tokens=st.sampled_from([1, 60, 150, 16_384]),
+    max_logits=st.sampled_from([1, 10 * VOCABULARY, 2**26]),
+    parts=st.integers(1, 3),
+)
+def test_order_and_batches_change_nothing(seed: int, max_tokens: int, max_logits: int, parts: int) -> None:
+    requests = asked("gradient") + asked("perturb", (MEAN,))
+    requests = [ask(*key_less(r), name=f"{r.estimator}{r.key.prompt}") for r in requests]
+    expected = read(Scorer(DOUBLE, 0), requests)
+    random.Random(seed).shuffle(requests)
+    scorer = Scorer(DOUBLE, 0, max_tokens=max_tokens, max_logits=max_logits)
+    got = {key: values for part in range(parts) for key, values in read(scorer, requests[part::parts]).items()}
+    assert got.keys() == expected.keys()
+    for key, values in expected.items():
+        torch.testing.assert_close(got[key], values, atol=1e-12, rtol=1e-6)
+
+
+def key_less(r: SensitivityRequest) -> tuple:
+    return r.ids, r.prompt, r.reasoning, r.answer, r.estimator, r.representation, r.noise, r.seed
+
+
+def test_padding_is_not_read_by_the_gradient() -> None:
+    requests = asked("gradient")
+    first, second = (read(Scorer(DOUBLE, pad), requests) for pad in (0, 9))
+    for key in first:
+        torch.testing.assert_close(first[key], second[key], atol=0, rtol=1e-9)
+
+
+def test_noise_is_on_the_reasoning_tokens_and_drawn_from_seed_and_key() -> None:
+    model, seen = llama(), []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["inputs_embeds"].detach()) if "inputs_embeds" in kwargs else None,
+        with_kwargs=True,
+    )
+    sequence = ids(90, seed=4)
+    where = (sequence, 6, 70, (72, 74), "gradient", MEAN)
+    values = [one(model, ask(*where, **change)) for change in ({}, {}, {"seed": 1}, {"name": "q"}, {"noise": 1e-2})]
+    assert values[0] == values[1]
+    assert values[2] != values[0] != values[3]
+    for inputs, scale in zip(seen, (1e-3,) * 4 + (1e-2,), strict=True):
+        noise = inputs[0] - model.get_input_embeddings().weight.detach()[list(sequence[: inputs.shape[1]])]
+        assert noise[:6].abs().max() == 0 == noise[76:].abs().max()
+        # 2,240 draws: a standard deviation is off by 1.5 % of itself, a mean by 2 %.
+        assert noise[6:76].std() == pytest.approx(scale, rel=0.08)
+        assert abs(float(noise[6:76].mean())) < 0.1 * scale
+    state = torch.get_rng_state()
+    one(model, ask(*where))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("estimator", ["perturb", "gradient"])
+def test_a_vocabulary_that_is_masked_adds_nothing(estimator: str) -> None:
+    model = exact(llama())
+    model.lm_head.register_forward_hook(lambda _, args, out: out.index_fill(-1, torch.tensor([0, 1, 2]), -torch.inf))
+    requests = asked(estimator)
+    got = read(Scorer(model, 0), requests)
+    for request in requests:
+        assert torch.isfinite(got[request.key]).all()
+        expected = naive_perturbed(model, request) if estimator == "perturb" else naive_gradient(model, request)
+        assert got[request.key].tolist() == pytest.approx(expected, abs=1e-5 * max(expected, default=0), rel=1e-4)
+    ruled_out = (*ids(12), 1)
+    values = one(model, ask(ruled_out, 4, 6, (8, 9), estimator, JOINT))
+    assert all(math.isfinite(value) for value in values)
+
+
+def trained(model: nn.Module, measure: bool) -> list[Tensor]:
+    """Two optimiser steps, with measurements before and after a backward pass and in the middle of one."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-2)
+    scorer, requests = Scorer(model, 0), asked("gradient") + asked("perturb")
+    batch = torch.tensor([ids(30, seed=1)])
+
+    def measured() -> None:
+        if measure:
+            grads = [p.grad for p in model.parameters()]
+            values = [None if g is None else g.clone() for g in grads]
+            for _ in sensitivities(scorer, requests):
+                assert model.training and torch.is_grad_enabled()
+            for p, g, v in zip(model.parameters(), grads, values, strict=True):
+                assert p.grad is g and (g is None or torch.equal(g, v))
+
+    for _ in range(2):
+        measured()
+        loss = model(batch, labels=batch).loss
+        measured()
+        loss.backward()
+        measured()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [p.detach() for p in model.parameters()]
+
+
+def tuned() -> nn.Module:
+    model = llama().train()
+    model.lm_head.weight.requires_grad_(False)
+    return model
+
+
+def lora() -> nn.Module:
+    peft = pytest.importorskip("peft", reason="needs apportion[peft]")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "embed_tokens"], r=4, init_lora_weights=False)
+    torch.manual_seed(1)
+    model = peft.get_peft_model(llama(), config).train()
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("make", [tuned, lora])
+def test_training_goes_on_as_if_nothing_was_measured(make) -> None:
+    plain, measured = make(), make()
+    wanted = [p.requires_grad for p in measured.parameters()]
+    for a, b in zip(trained(plain, False), trained(measured, True), strict=True):
+        assert torch.equal(a, b)
+    assert [p.requires_grad for p in measured.parameters()] == wanted
+
+
+def test_no_gradient_of_a_parameter_is_computed() -> None:
+    model = llama()
+    inside = set()
+
+    def look(*_: object) -> None:
+        inside.add((torch.is_grad_enabled(), any(p.requires_grad for p in model.parameters())))
+
+    def never(grad: Tensor) -> None:
+        raise AssertionError("a parameter's gradient was computed")
+
+    model.lm_head.register_forward_pre_hook(look)
+    for parameter in model.parameters():
+        parameter.register_hook(never)
+    read(Scorer(model, 0), asked("gradient", (MEAN,)))
+    # The clean forward keeps no graph; the noisy one keeps none for the parameters.
+    assert inside == {(False, False), (True, False)}
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_lora_is_measured_with_its_adapter() -> None:
+    model, requests = exact(lora()), asked("gradient", (JOINT,)) + asked("perturb", (LAST,))
+    requests = [ask(*key_less(r), name=r.estimator + r.key.prompt) for r in requests]
+    got = read(Scorer(model, 0), requests)
+    with model.disable_adapter():
+        base = read(Scorer(model, 0), requests)
+    model.eval()
+    for request in requests:
+        if request.reasoning:
+            assert not torch.allclose(got[request.key], base[request.key], rtol=1e-2, atol=0)
+        if request.estimator == "perturb":
+            assert got[request.key].tolist() == pytest.approx(naive_perturbed(model, request), rel=1e-9, abs=1e-9)
+
+
+def test_leaves_no_trace() -> None:
+    model = llama(attention_dropout=0.5).train()
+    model.model.layers[1].eval()
+    model.gradient_checkpointing_enable()
+    modes = [m.training for m in model.modules()]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    requests = asked("perturb", (LAST,)) + asked("gradient", (MEAN,))
+    got = {}
+    for reading in sensitivities(Scorer(model, 0), requests):
+        got[reading.key] = reading.values
+        assert [m.training for m in model.modules()] == modes, "between readings the model is the host's"
+        assert torch.is_grad_enabled() and all(p.requires_grad for p in model.parameters())
+    next(sensitivities(Scorer(model, 0), requests[-4:]))  # and a caller that stops early
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    plain = read(Scorer(llama(), 0), requests)
+    assert all(torch.equal(got[key], values) for key, values in plain.items()), "no dropout while measuring"
+    with torch.no_grad():
+        again = read(Scorer(model, 0), requests)
+    assert all(torch.equal(got[key], values) for key, values in again.items())
+
+
+def test_everything_is_put_back_after_an_error() -> None:
+    model = llama().train()
+
+    def fail(*_: object) -> None:
+        raise FloatingPointError
+
+    model.lm_head.register_forward_hook(fail)
+    for estimator in ("perturb", "gradient"):
+        with pytest.raises(FloatingPointError):
+            read(Scorer(model, 0), asked(estimator))
+        assert model.training and torch.is_grad_enabled() and all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("estimator", ["perturb", "gradient"])
+def test_limits_of_a_forward_and_its_count(estimator: str) -> None:
+    model = llama()
+    shapes, logits = [], []
+
+    def look(_: nn.Module, args: object, given: dict[str, Tensor]) -> None:
+        ids_BW, embeds_BWH = given.get("input_ids"), given.get("inputs_embeds")
+        shapes.append(tuple(ids_BW.shape if embeds_BWH is None else embeds_BWH.shape[:2]))
+
+    model.model.register_forward_pre_hook(look, with_kwargs=True)
+    model.lm_head.register_forward_hook(lambda _, args, out: logits.append(out.numel()))
+    requests = asked(estimator)
+    scorer = Scorer(model, 0, max_tokens=70, max_logits=9 * VOCABULARY)
+    read(scorer, requests)
+    assert max(rows * width for rows, width in shapes) <= 70
+    assert max(logits) <= 9 * VOCABULARY
+    assert max(rows for rows, _ in shapes) > 1, "batched"
+    cost = scorer.cost
+    assert (cost.forwards, cost.forward_tokens) == (len(shapes), sum(rows * width for rows, width in shapes))
+    if estimator == "perturb":
+        assert (cost.backwards, cost.backward_tokens) == (0, 0)
+    else:
+        assert cost.backwards > 0 and cost.backward_tokens < cost.forward_tokens
+
+
+def test_a_gradient_costs_two_forwards_and_a_backward_a_batch() -> None:
+    for representation, forwards in ((LAST, 2), (MEAN, 2), (JOINT, 1)):
+        scorer = Scorer(llama(), 0)
+        requests = asked("gradient", (representation,))[:3]
+        read(scorer, requests)
+        # The longest: 8 prompt tokens and 23 before the answer; what follows is fed where it predicts more of it.
+        tokens = 3 * 31
+        assert vars(scorer.cost) == {
+            "generated": 0, "forwards": forwards, "forward_tokens": forwards * tokens,
+            "backwards": 1, "backward_tokens": tokens,
+        }  # fmt: skip
+
+
+def test_perturbation_runs_only_what_a_replacement_changes() -> None:
+    scorer, reasoning = Scorer(llama(), 0), 120
+    request = ask(ids(150), 20, reasoning, (124, 126), "perturb", LAST)
+    read(scorer, [request])
+    whole = 20 + 124
+    at_least = whole + sum(whole - 20 - t for t in range(reasoning))
+    assert at_least <= scorer.cost.forward_tokens < 1.2 * at_least < 0.7 * reasoning * whole
+    assert scorer.cost.forwards <= 8
+
+
+def test_nothing_asked_nothing_run() -> None:
+    scorer = Scorer(llama(), 0)
+    assert read(scorer, []) == {}
+    for estimator in ("perturb", "gradient"):
+        assert one(scorer.model, ask(ids(9), 4, 0, (3, 5), estimator, MEAN)) == []
+        read(scorer, [ask(ids(9), 4, 0, (3, 5), estimator, MEAN)])
+    assert scorer.cost.forwards == 0
+
+
+def test_bfloat16_runs() -> None:
+    model = llama().to(torch.bfloat16)
+    requests = asked("perturb", (LAST,)) + asked("gradient", (MEAN,))
+    assert all(torch.isfinite(values).all() for values in read(Scorer(model, 0), requests).values())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reasoning", "answer", "noise", "field"),
+    [
+        (0, 2, (3, 4), 1e-3, "request"),
+        (2, 4, (3, 4), 1e-3, "request"),
+        (2, 2, (3, 3), 1e-3, "request"),
+        (2, 2, (3, 9), 1e-3, "request"),
+        (2, -1, (3, 4), 1e-3, "request"),
+        (2, 2, (3, 4), 0.0, "noise"),
+    ],
+)
+def test_requests_that_cannot_be_served(prompt: int, reasoning: int, answer, noise: float, field: str) -> None:
+    scorer = Scorer(MODEL, 0)
+    bad = ask(ids(10), prompt, reasoning, answer, "gradient", LAST, noise)
+    with pytest.raises(InputError, match=field):
+        list(sensitivities(scorer, [*asked("perturb"), bad]))
+    assert scorer.cost.forwards == 0
+
+
+MODEL = llama().eval()
+DOUBLE = exact(llama())
