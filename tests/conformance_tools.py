@@ -5,6 +5,7 @@ Rewards of the oracle are a hash of the state's tokens, as a real engine's depen
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import random
@@ -263,13 +264,17 @@ def work_of(call: Callable[[], object]) -> Work:
         work.instructions += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, collecting = sys.gettrace(), gc.isenabled()
     with _Counter(Work()):
         call()  # torch imports parts of itself at its first use
+    # Others hang callbacks on the collector, which runs when it likes.
+    gc.disable()
     with _Counter(work):
         sys.settrace(trace)
         try:
             call()
         finally:
             sys.settrace(before)
+            if collecting:
+                gc.enable()
     return work

@@ -40,9 +40,7 @@ def spo_chain_plan(batch: list[Response], threshold: float, interval: int) -> se
     return {frozenset(state) for state in states.values()}
 
 
-def spo_chain(
-    batch: list[Response], measured: Measured, threshold: float, probability_mask: bool
-) -> list[list[float]]:
+def spo_chain(batch: list[Response], measured: Measured, threshold: float, probability_mask: bool) -> list[list[float]]:
     out = []
     for i, y in enumerate(batch):
         row = [0.0] * len(y.ids)

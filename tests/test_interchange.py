@@ -179,8 +179,10 @@ def test_reads_what_the_constructor_takes(drawn: Drawn) -> None:
 def test_only_some_rows_have_a_field() -> None:
     batch = read(as_lines([response(), response(entropy=None, text=None, offsets=None, evidence=None)]))
     assert batch.rollouts.entropy is None
-    # Both rows list their steps, so nothing is missed in a text.
-    assert batch.rollouts.char_start is None
+    # Both rows list their steps, but a stated answer can be looked for in the first one's text only.
+    assert batch.rollouts.text == ("ab\n\ncd", None)
+    with pytest.raises(InputError, match="oar_p: text of line 2"):
+        interchange.plan(batch, make_method("oar_p"))
     assert batch.evidence.continuations is not None
     assert batch.absent == {"entropy": 2}
     assert read(as_lines([response(evidence={"belief": []})])).evidence.continuations is None

@@ -1,6 +1,8 @@
 """A method of another package: the example of docs/add-a-method.md, installed into a new environment and trained with.
 
-The laws on its class stand beside it, in plugins/apportion-ramp/test_ramp.py.
+The laws on its class stand beside it, in plugins/apportion-ramp/test_ramp.py. Planted faults seen caught there: masked
+tokens counted, places not counted within the response, a ramp whose mean is not 1, a division by 0; here: a ramp that
+falls, a registry that lets a taken name pass.
 """
 
 from __future__ import annotations

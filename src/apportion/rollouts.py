@@ -49,7 +49,7 @@ class Rollouts:
         prompt_ids: P tensors of prompt tokens.
         boundary: [N] bool, True where the host says that a new step starts.
         bounded: [R] bool, the responses that `boundary` speaks for; all of them where left out.
-        text: R decoded responses.
+        text: R decoded responses; None for one whose steps `boundary` marks.
         char_start: [N] int64, the character of `text` at which each token starts; never falls in a response.
         path: R tuples of node ids, for tree rollouts.
         names: P names of the groups, for records and messages.
@@ -70,7 +70,7 @@ class Rollouts:
     prompt_ids: tuple[Tensor, ...] | None = None
     boundary: Tensor | None = None
     bounded: Tensor | None = None
-    text: tuple[str, ...] | None = None
+    text: tuple[str | None, ...] | None = None
     char_start: Tensor | None = None
     path: tuple[tuple[str, ...], ...] | None = None
     names: tuple[str, ...] | None = None

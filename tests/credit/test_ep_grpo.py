@@ -82,7 +82,7 @@ def test_numbers() -> None:
 
 
 def test_tokens_at_the_same_progress_are_compared() -> None:
-    """Ten equal entropies: token t ends bucket t − 1, although 10·(.7 + .7 + .7)/7 comes out above 3.
+    """Ten equal entropies: the token at t has τ = (t + 1)/10, the end of bucket t.
 
     σ_H = 0, so W = .5; a pair of values is ±1 after standardisation. Tokens of other places must not enter.
     """
@@ -95,11 +95,26 @@ def test_tokens_at_the_same_progress_are_compared() -> None:
     assert got[10:] == pytest.approx([-0.5 - 0.05 * s for s in up], abs=1e-6)
 
 
+def test_rounding_moves_no_token_into_the_next_bucket() -> None:
+    """10·(.1 + .2) comes out above 3, yet the second token ends bucket 2, as row 1's first with its .3 does."""
+    rollouts = batch_of([[0.0] * 3, [0.0] * 2], [[1.0, 1.0, 1.0], [3.0, 3.0]], [1.0, 1.0])
+    rollouts = replace(rollouts, entropy=torch.tensor([0.1, 0.2, 0.7, 0.3, 0.7], dtype=torch.float64))
+    credit = EPGRPO().assign(rollouts, Evidence(), grpo_base(rollouts))
+    assert credit.weight is not None
+    assert (credit.token / credit.weight).tolist() == pytest.approx([0, -0.1, -0.1, 0.1, 0.1], abs=1e-6)
+
+
 def test_without_entropy_progress_is_the_place_among_trainable_tokens() -> None:
-    """τ = t/T: of row 0 (1/2, 2/2), its masked token not counted; of row 1 (1/1). K = 2: buckets 0, 1 | 1."""
-    rollouts = batch_of([[0.0, 0.0, 0.0], [-0.005]], [[0.5, 9.0, 1.0], [3.0]], [1.0, 1.0], mask=[[1, 0, 1], [1]])
-    # All right, so A = 0 and d = 1; p = 1 and 3 in bucket 1, ±1 when standardised; W = .5, η = .1.
-    assert assigned(EPGRPO(buckets=2), rollouts) == pytest.approx([0, 0, -0.05, 0.05], abs=1e-6)
+    """τ = t/T with T = 3 in both rows, masked tokens not counted: bucket 0 has .5 and 3, 1 has 1 and .25, 2 has 2 and 5.
+
+    All are right, so A = 0 and d = 1; a pair is ±1 when standardised; W = .5, η = .1. −.005 is a bf16 engine's 0.
+    """
+    rollouts = batch_of(
+        [[0.0] * 5, [-0.005] * 3], [[0.5, 9.0, 9.0, 1.0, 2.0], [3.0, 0.25, 5.0]], [1.0, 1.0],
+        mask=[[1, 0, 0, 1, 1], [1, 1, 1]],
+    )  # fmt: skip
+    got = assigned(EPGRPO(buckets=3), rollouts)
+    assert got == pytest.approx([-0.05, 0, 0, 0.05, -0.05, 0.05, -0.05, 0.05], abs=1e-6)
 
 
 @pytest.mark.parametrize("reward, direction", [(1.0, 1), (0.0, -1), (0.5, 0), (0.5 + 1e-7, 0)])

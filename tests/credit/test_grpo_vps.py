@@ -1,4 +1,11 @@
-"""GRPO-VPS: where segments end, what a change in belief is worth and who keeps it."""
+"""GRPO-VPS: where segments end, what a change in belief is worth and who keeps it.
+
+Planted in a copy of the package and seen caught here: the sign of the change; a difference of logs; r − μ divided by
+σ; the process term on the answer's tokens, on its first one, and on responses without a reward; changes across
+responses; the response's end not taken for a state; a missing prompt accepted, or not asked for; collapsed groups not
+measured; cutpoints in the answer or on masked tokens; the number of segments rounded up, or its cap a floor; segments
+with uneven shares of cutpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""OAR-P and OAR-G: the weights, what is measured, and where a response states its answer."""
+"""OAR-P and OAR-G: the weights, what is measured, and where a response states its answer.
+
+Planted in a copy of the package and seen caught here: masked tokens in the min-max; the answer's first token
+reweighted; the token at the quantile held down; no floor; no log1p; the boost scaled wrongly; a range of 0 divided by;
+the quantile's place counted from the number of tokens, or in float32; values not sorted inside responses; weights that
+add up to 1; `normalize` reversed; jobs for responses whose base is 0 or that have nothing trainable to weigh; the cue
+taken for the answer; measurements demanded of responses without an answer. Of the stated answer: the first one, an
+empty one, the last token of a shared character, the first token that starts in the match, EOS, and reasoning that ends
+behind the cue.
+"""
 
 from __future__ import annotations
 
@@ -181,6 +190,10 @@ def test_where_an_answer_is_stated(text: slow.Text, wanted: Stated | None) -> No
 def test_another_pattern_finds_another_answer() -> None:
     text = letters("#1 #2, \\boxed{3}")
     assert stated_answers(spoken(text), r"#(\d)", "oar_p") == [Stated(3, 4, 5)]
+    # A match without an answer in it is none, wherever its empty group stands in a token.
+    whole = slow.Text("#1 # end", [0, 1, 2, 8], True)
+    assert stated_answers(spoken(whole), r"#(\d*)", "oar_p") == [Stated(0, 1, 2)]
+    assert stated_answers(spoken(whole), r"#(\d)?", "oar_p") == [Stated(0, 1, 2)]
 
 
 @examples(max_examples=150)

@@ -1,4 +1,8 @@
-"""PRPO: its weights, what it asks for and what it keeps."""
+"""PRPO: its weights, what it asks for and what it keeps.
+
+Planted in a copy of the package and seen caught here: tokens below the threshold lowered; the boost not scaled;
+masked tokens counted; no log1p; weights whose sum is not kept; collapsed groups measured.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""SPAE: the potential, what solved steps lose, what a step's change is worth, and where it is measured."""
+"""SPAE: the potential, what solved steps lose, what a step's change is worth, and where it is measured.
+
+Planted in a copy of the package and seen caught here: Acc and Conf exchanged; the sign in f; a solved prompt counted
+as a step; the step just before not counted; solved steps of other responses counted; answer tokens that lose credit;
+the answer's start ignored; min-max over the batch; masked tokens in the mean, or the mean over all tokens; tokens of
+responses without a reward whitened; r − μ divided by σ; `first="zero"` without effect; steps behind the answer
+measured, the end of the reasoning not.
+"""
 
 from __future__ import annotations
 

@@ -64,6 +64,12 @@ def test_a_cut_at_the_first_token_measures_the_prompt() -> None:
     assert credit_of(method, rollouts, [(0, 0, [1, 0, 0, 0]), (0, 2, [1, 1, 1, 0])]) == pytest.approx([0.5, 0, -0.75])
 
 
+def test_a_probability_at_the_threshold_is_not_below_it() -> None:
+    rollouts, method = rollouts_of([1.0, 0.5]), SPOChain(threshold=1.0, interval=1)
+    assert [job.position for job in method.plan(rollouts, method.base(rollouts))] == [1]
+    assert credit_of(method, rollouts, [(0, 0, [0.0]), (0, 1, [0.5])]) == [0, 0.5]
+
+
 def test_states_are_shared_and_only_trainable_tokens_of_scored_responses_are_cut() -> None:
     rollouts = rollouts_of([0.95, 0.5, 0.5], [0.95, 0.5, 0.5], [0.5, 0.5, 0.5], mask=[[1, 1, 1], [1, 0, 1], [1, 1, 1]])
     rollouts = replace(rollouts, reward=torch.tensor([1.0, 1.0, torch.nan], dtype=torch.float64))

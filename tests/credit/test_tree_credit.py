@@ -130,6 +130,16 @@ def test_a_path_that_ends_inside_the_tree_is_one_more_child() -> None:
     assert sum(got, []) == pytest.approx([5 / 12, 5 / 12, 5 / 12, -7 / 12, -0.5])
 
 
+def test_values_that_only_rounding_tells_apart_are_equal() -> None:
+    """V(a) = (.1 + .2 + .3)/3 is .20000000000000004 in float64. Divided by a σ of 2e-17 the edges would get 1 and −1."""
+    leaves = [leaf("ax", 0.1), leaf("ay", 0.2), leaf("az", 0.3), leaf("b", 0.2)]
+    got = rows_of(SPOTree(scale="siblings", epsilon=0), leaves)
+    assert [row[0] for row in got] == [0, 0, 0, 0]
+    # σ of (.1, .2, .3) is √(.02/3).
+    assert [row[-1] for row in got[:3]] == pytest.approx([-1.2247449, 0, 1.2247449], abs=1e-6)
+    assert credit_of(SPOTree(), batch_of(leaves)).counts == {"edges": 5, "zero_edges": 3}
+
+
 def test_responses_that_end_in_one_node_are_one_leaf() -> None:
     """V(a) = (1 + 0)/2; V = (.5 + 1)/2 = .75."""
     assert rows_of(SPOTree(), [leaf("a", 1.0), leaf("a", 0.0), leaf("b", 1.0)]) == [[-0.25], [-0.25], [0.25]]

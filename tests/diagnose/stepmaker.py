@@ -17,7 +17,9 @@ from apportion.rollouts import Rollouts
 STOP = 0
 
 
-def batch(group: Sequence[str], reward: Sequence[float | None], lengths: int | Sequence[int] = 4, **rest: Any) -> Rollouts:
+def batch(
+    group: Sequence[str], reward: Sequence[float | None], lengths: int | Sequence[int] = 4, **rest: Any
+) -> Rollouts:
     """Responses of some length, all tokens alike."""
     sizes = [lengths] * len(group) if isinstance(lengths, int) else list(lengths)
     return Rollouts.from_lists([[9] * n for n in sizes], list(group), list(reward), **rest)
@@ -32,7 +34,9 @@ def laid(pieces: Sequence[tuple[int, int, int, float, float, float, float, int]]
     """Segments of (row, start, end, raw, shrunk, stderr, increment, samples)."""
     columns = list(zip(*pieces, strict=True))
     whole = (0, 1, 2, 7)
-    return Segments(*(torch.tensor(c, dtype=torch.int64 if k in whole else torch.float64) for k, c in enumerate(columns)))
+    return Segments(
+        *(torch.tensor(c, dtype=torch.int64 if k in whole else torch.float64) for k, c in enumerate(columns))
+    )
 
 
 def step_of(rollouts: Rollouts, number: int = 1, settings: Mapping[str, Any] | None = None) -> Recorded:

@@ -138,7 +138,9 @@ def test_increments_and_their_errors_by_hand() -> None:
     # √(.75 · .25/4) = .21651, halved by shrinkage .10825; two such ends .15309. The reward at the end has none.
     assert found.stderr.tolist() == pytest.approx([0.108253, 0.153093, 0.108253, 0.0], abs=1e-6)
     assert found.known.tolist() == [True, True, True, False]  # the last response was not measured
-    assert increments(rollouts, segments, n0=0.0).stderr.tolist() == pytest.approx([0.216506, 0.306186, 0.216506, 0], abs=1e-6)
+    assert increments(rollouts, segments, n0=0.0).stderr.tolist() == pytest.approx(
+        [0.216506, 0.306186, 0.216506, 0], abs=1e-6
+    )
     owner = prompts(rollouts)
     # Shrunk: .125, .25 and .625 all lie beyond. Unshrunk errors: .125 and .25 are within .2165 and .3062.
     assert share(below_one_error(found, segments.row, owner)) == (0, 3)

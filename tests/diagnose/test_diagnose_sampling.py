@@ -182,18 +182,18 @@ def text_batch(entropy: Sequence[Sequence[float]], group: Sequence[str], reward:
 
 def test_boundaries_are_those_of_probepo_top_ranked_first() -> None:
     one = [0.0] * 12
-    one[7] = 0.9  # in the window of 6 (6, 7) and of none before with window 2
+    one[7] = 0.875  # in the window of 6 (6, 7) and of none before with window 2
     one[4] = 0.5  # in that of 3
-    flat = [0.1] * 12
+    flat = [0.25] * 12
     rollouts = text_batch([one, flat, flat], ["a", "a", "b"], [1, 0, 1])
     step = step_of(rollouts, settings={"window": 2, "min_gap": 1, "alpha": 0.5, "markers": ["x"]})
     found = boundaries([step], ForkSettings(), seed=0)
     # b has one response, and its group teaches nothing.
     assert {u.row for u in found} == {0, 1}
     first, second = sorted(found, key=lambda u: u.row)
-    assert first.positions[0] == 6 and first.scores[0] == 0.9
+    assert first.positions[0] == 6 and first.scores[0] == 0.875
     assert sorted(first.positions) == [3, 6, 9]
-    assert dict(zip(first.positions, first.scores, strict=True)) == {6: 0.9, 3: 0.5, 9: 0.0}
+    assert dict(zip(first.positions, first.scores, strict=True)) == {6: 0.875, 3: 0.5, 9: 0.0}
     assert second.positions[0] == 3  # of equals the earlier one
     few = [u for u in boundaries([step], ForkSettings(states=2), seed=0) if u.row == 0]
     assert few[0].positions[0] == 6 and len(few[0].positions) == 2

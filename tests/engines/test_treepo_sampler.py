@@ -277,7 +277,7 @@ def test_order_batch_and_split_change_nothing(seed: int, max_batch: int, prefill
 @pytest.mark.parametrize(("stop", "filled"), FILLED)
 def test_no_token_is_computed_twice_not_even_by_a_fork(stop: float, filled: set[str]) -> None:
     model = Scripted(hashed(stop))
-    prompts = [(1, 2, n) for n in range(6)]
+    prompts = [(1, 2, n) for n in (0, 1, 2, 3, 4, 19)]
     leaves, sampler = sample(model, prompts=prompts, max_batch=11)
     assert Counter(model.fed) == fed_once(prompts, leaves)
     assert sampler.cost.forward_tokens == 18 + drawn(leaves) - len(leaves)

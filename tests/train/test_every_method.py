@@ -19,7 +19,7 @@ from apportion.errors import InputError
 from apportion.records import RunFolder
 from apportion.verify.steps import Steps
 
-ANSWER = r"=([123])"
+ANSWER = r"[a-c+=]([123])"
 SETTINGS: dict[str, dict[str, Any]] = {
     "probepo": tiny.PROBEPO,
     "vineppo": {"samples": 2},
@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "spae": {"answer_pattern": ANSWER, "cue": "=", "samples": 2, "tokens": 3},
     "avspo": {"threshold": 0.2, "rate": 0.5},
 }
+MEASURED = {"continuations", "belief", "sensitivity", "confidence", "divergence", "step_labels"}
 PIPELINES: dict[str, list[str]] = {
     "avspo+probepo+cw_grpo": ["avspo", "probepo", "cw_grpo"],
     "rloo+oar_g": ["rloo", "oar_g"],
@@ -70,6 +71,9 @@ def test_trains_and_resumes(policy: Path, tmp_path: Path, name: str) -> None:
     metrics = RunFolder(tmp_path / "a").metrics()
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
     assert all(math.isfinite(value) for row in metrics for value in row.values())
+    kinds = {row["kind"] for step in (1, 2, 3, 4) for row in RunFolder(tmp_path / "a").read("evidence", step)}
+    wanted = {"steps" if need == "step_labels" else need for need in straight.credit_method.needs & MEASURED}
+    assert kinds == wanted, "a kind of evidence was never read, or one that nobody asked for was"
     first = tiny.trainer(
         policy, tmp_path / "b", run_folder=str(tmp_path / "b"),
         **options(name, max_steps=4, callbacks=[tiny.StopAfter(2)], save_strategy="steps", save_steps=2),

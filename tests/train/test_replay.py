@@ -10,10 +10,10 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from apportion.credit.record import Credit
 from apportion.credit.spo_tree import SPOTree
@@ -84,6 +84,7 @@ def test_every_edge_once_by_hand() -> None:
         assert e.born == 7 and e.old_logprob == tuple(map(logprob, e.token_ids))
 
 
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_the_order_of_rows_changes_nothing(shuffle: random.Random) -> None:
     rows = ROWS.copy()
@@ -187,9 +188,10 @@ def test_edges_without_advantage_are_dropped_when_they_come() -> None:
     assert queue.counts["zero"] == 5 and len(queue) == 6
 
 
-@given(st.integers(0, 10_000))
-def test_bit_equal_after_a_file(seed: int) -> None:
-    fill, path = random.Random(seed), FOLDER / "replay.safetensors"
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10_000))
+def test_bit_equal_after_a_file(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    fill, path = random.Random(seed), tmp_path_factory.getbasetemp() / "replay.safetensors"
     queue, again = EdgeReplay(edges=3, wait=2), EdgeReplay(edges=3, wait=2)
     for update in range(4):
         queue.add(
@@ -206,19 +208,13 @@ def test_bit_equal_after_a_file(seed: int) -> None:
         tensors, metadata = queue.state_dict()
         save_file(tensors, path, metadata=metadata)
         with safe_open(path, framework="pt") as file:
-            again.load_state_dict({key: file.get_tensor(key) for key in file.keys()}, file.metadata())
+            again.load_state_dict(load_file(path), file.metadata())
         assert len(again) == len(queue) and again.counts == queue.counts
         copy, same = again.take(update), queue.take(update)
         assert copy == same
         assert again.state_dict()[1] == queue.state_dict()[1]
         for name, tensor in queue.state_dict()[0].items():
             assert torch.equal(again.state_dict()[0][name], tensor)
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    global FOLDER
-    FOLDER = tmp_path_factory.getbasetemp()
 
 
 @pytest.mark.parametrize(

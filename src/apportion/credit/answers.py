@@ -63,13 +63,15 @@ def stated_answers(rollouts: Rollouts, pattern: str, method: str) -> list[Stated
     Raises:
         InputError: there is no text with `char_start` to look in.
     """
-    text, starts = rollouts.text, rollouts.char_start
-    if text is None or starts is None:
+    text, starts = rollouts.text or (None,) * len(rollouts), rollouts.char_start
+    if starts is None or None in text:
+        where = "" if starts is None else f" of row {text.index(None)}"
         raise InputError(
-            f"{method}: text", "none with offsets", "`text` with `offsets`, to find the stated answer in",
+            f"{method}: text{where}", "none with offsets", "`text` with `offsets`, to find the stated answer in",
             "give both for every row",
         )  # fmt: skip
-    rows = zip(text, pairwise(rollouts.offsets.tolist()), (~rollouts.truncated).tolist(), strict=True)
+    texts = [own for own in text if own is not None]
+    rows = zip(texts, pairwise(rollouts.offsets.tolist()), (~rollouts.truncated).tolist(), strict=True)
     return [_last(re.finditer(pattern, own), starts[a:b].tolist(), b - a - stopped) for own, (a, b), stopped in rows]
 
 

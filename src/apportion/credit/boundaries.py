@@ -29,22 +29,23 @@ def step_positions(rollouts: Rollouts, split: Callable[[str], Sequence[int]], me
     Raises:
         InputError: a response has neither boundaries nor text with `char_start`.
     """
-    flags, text, starts = rollouts.boundary, rollouts.text, rollouts.char_start
+    flags, starts = rollouts.boundary, rollouts.char_start
+    text = (None,) * len(rollouts) if rollouts.text is None or starts is None else rollouts.text
     given = torch.full((len(rollouts),), flags is not None) if rollouts.bounded is None else rollouts.bounded
-    if not given.all() and (text is None or starts is None):
+    if any(own is None and not listed for own, listed in zip(text, given.tolist(), strict=True)):
         raise InputError(
             f"{method}: boundaries", "none, and no text with offsets to find them in",
             "`boundaries`, or `text` with `offsets`", "give one of them for every row",
         )  # fmt: skip
     found = []
-    rows = zip(pairwise(rollouts.offsets.tolist()), given.tolist(), (~rollouts.truncated).tolist(), strict=True)
-    for i, ((a, b), listed, stopped) in enumerate(rows):
+    spans, stops = pairwise(rollouts.offsets.tolist()), (~rollouts.truncated).tolist()
+    for (a, b), own_text, listed, stopped in zip(spans, text, given.tolist(), stops, strict=True):
         if listed and flags is not None:
             found.append(flags[a:b].nonzero()[:, 0].tolist())
-        elif text is not None and starts is not None:
+        elif own_text is not None and starts is not None:
             # EOS belongs to the step before it, whatever its text is; a step may start in no token at all.
             own = starts[a : max(a, b - stopped)]
-            found.append([p for p in char_to_token(own, split(text[i])).tolist() if p < len(own)])
+            found.append([p for p in char_to_token(own, split(own_text)).tolist() if p < len(own)])
     # Two steps may start in one token, and a response's own start cuts nothing off.
     return [sorted({p for p in row if p > 0}) for row in found]
 
@@ -107,3 +108,46 @@ def take_increments(rollouts: Rollouts, segments: Segments, shrunk: Tensor) -> t
 def per_token(segments: Segments, values: Tensor) -> Tensor:
     """[N] values of [S] segments on their tokens. Segments cover every token, in order."""
     return torch.repeat_interleave(values, segments.end - segments.start)
+
+
+def lay_states(rollouts: Rollouts, row: Tensor, position: Tensor, value: Tensor) -> tuple[Segments, Tensor]:
+    """Segments between measured states of scored responses, each with the change in value across it.
+
+    A response's first segment starts with its first token and its last ends with its last one; where the first or
+    last token is no measured state, the value there is unknown (`raw` NaN at the start) and the change is 0.
+
+    Args:
+        row, position: [K] int64, each state once. value: [K] float64.
+
+    Returns:
+        the segments, and [S] bool: the value at the segment's end is known.
+    """
+    zero = torch.zeros_like(value)
+    # A value that was read and not sampled has neither an error nor a number of samples.
+    states = Continuations(row, position, value, zero, zero.long())
+    unknown = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
+    keep = rollouts.scored[row] & (position < rollouts.length[row])
+    laid = lay_segments(rollouts, states, keep, opening=unknown)
+    at_end = rollouts.scored[row] & (position == rollouts.length[row])
+    closing = unknown.index_put((row[at_end],), value[at_end])
+    last = torch.ones_like(laid.row, dtype=torch.bool)
+    last[:-1] = laid.row[1:] != laid.row[:-1]
+    after = torch.where(last, closing[laid.row], laid.raw.roll(-1))
+    change = torch.nan_to_num(after - laid.raw, nan=0.0)
+    return replace(laid, increment=change), ~torch.isnan(after)
+
+
+def has_states(rollouts: Rollouts, row: Tensor) -> Tensor:
+    """[R] bool: responses that any of the [K] states belongs to."""
+    return torch.bincount(row, minlength=len(rollouts)) > 0
+
+
+def check_opening(field: str, rollouts: Rollouts, row: Tensor, position: Tensor) -> None:
+    """Raises InputError for the first scored response that has [K] states, but none at its prompt."""
+    lacking = rollouts.scored & has_states(rollouts, row) & ~has_states(rollouts, row[position == 0])
+    if lacking.any():
+        at = int(lacking.nonzero()[0])
+        raise InputError(
+            f"{field} of row {at}", f"states from position {int(position[row == at].min())} on",
+            "position 0, the prompt, among them", "measure the prompt too: the first change starts there",
+        )  # fmt: skip

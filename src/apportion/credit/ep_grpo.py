@@ -119,13 +119,13 @@ def standardised(values: Tensor, bucket: Tensor, use: Tensor, buckets: int) -> T
     Args:
         values: [N] float64. bucket: [N] int64 below `buckets`. use: [N] bool, the tokens that count.
     """
-    counted = use.double()
+    count = torch.bincount(bucket[use], minlength=buckets).clamp(min=1)
 
     def mean(of: Tensor) -> Tensor:
         total = torch.zeros(buckets, dtype=torch.float64).index_add_(0, bucket, torch.where(use, of, 0.0))
-        return (total / count.clamp(min=1))[bucket]
+        return (total / count)[bucket]
 
-    count = torch.zeros(buckets, dtype=torch.float64).index_add_(0, bucket, counted)
+    # The mean of one value is that value, so its deviation is exactly 0.
     distance = values - mean(values)
     deviation = mean(distance**2).sqrt()
-    return torch.where((count[bucket] > 1) & (deviation >= 1e-8), distance / (deviation + 1e-6), 0.0)
+    return torch.where(deviation >= 1e-8, distance / (deviation + 1e-6), 0.0)

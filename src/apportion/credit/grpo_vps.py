@@ -5,7 +5,6 @@ Shapes: _N flat tokens, _R responses, _K measured states, _S segments.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -13,12 +12,12 @@ from pydantic import Field
 from torch import Tensor
 
 from apportion.credit.answers import BOXED, CUE, AnswerPattern, reasoning_ends
-from apportion.credit.boundaries import lay_segments, per_token
+from apportion.credit.boundaries import check_opening, has_states, lay_states, per_token
 from apportion.credit.method import CreditMethod, Need
-from apportion.credit.record import Conserves, Credit, Segments
+from apportion.credit.record import Conserves, Credit
 from apportion.errors import InputError
 from apportion.groups import Base, centred
-from apportion.measure.evidence import Belief, Continuations, Evidence
+from apportion.measure.evidence import Belief, Evidence
 from apportion.measure.plan import BeliefJob
 from apportion.rollouts import Rollouts
 from apportion.segments import entropy_cuts
@@ -62,17 +61,13 @@ class GRPOVPS(CreditMethod):
 
     def plan(self, rollouts: Rollouts, base: Base) -> list[BeliefJob]:
         """One job for each scored response: its segments' borders, of which the first is the prompt."""
-        if self.geometric:
-            raise InputError(
-                "grpo_vps: geometric", "true", "false where this package measures: its beliefs are joint ones",
-                "plan with geometric=false, which lists the same states, and divide each answer's log-probability by "
-                "its number of tokens where you measure it",
-            )  # fmt: skip
         if rollouts.entropy is None:
             raise InputError("grpo_vps: entropy", "none", "one value a token, in nats", "give `entropy` for every row")
         ends = reasoning_ends(rollouts, self.answer_pattern, self.name)
         return [
-            BeliefJob(row, tuple(sorted({0, *self._borders(rollouts, row, ends[row]), ends[row]})), self.cue)
+            BeliefJob(
+                row, tuple(sorted({0, *self._borders(rollouts, row, ends[row]), ends[row]})), self.cue, self.geometric
+            )
             for row in rollouts.scored.nonzero()[:, 0].tolist()
         ]
 
@@ -99,49 +94,6 @@ class GRPOVPS(CreditMethod):
             rollouts, centred(rollouts, base).float(), residual=self.alpha * change, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
             counts={"unmeasured": int((rollouts.scored & ~has_states(rollouts, belief.row)).sum())},
-        )  # fmt: skip
-
-
-def lay_states(rollouts: Rollouts, row: Tensor, position: Tensor, value: Tensor) -> tuple[Segments, Tensor]:
-    """Segments between measured states of scored responses, each with the change in value across it.
-
-    A response's first segment starts with its first token and its last ends with its last one; where the first or
-    last token is no measured state, the value there is unknown (`raw` NaN at the start) and the change is 0.
-
-    Args:
-        row, position: [K] int64, each state once. value: [K] float64.
-
-    Returns:
-        the segments, and [S] bool: the value at the segment's end is known.
-    """
-    zero = torch.zeros_like(value)
-    # A value that was read and not sampled has neither an error nor a number of samples.
-    states = Continuations(row, position, value, zero, zero.long())
-    unknown = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
-    keep = rollouts.scored[row] & (position < rollouts.length[row])
-    laid = lay_segments(rollouts, states, keep, opening=unknown)
-    at_end = rollouts.scored[row] & (position == rollouts.length[row])
-    closing = unknown.index_put((row[at_end],), value[at_end])
-    last = torch.ones_like(laid.row, dtype=torch.bool)
-    last[:-1] = laid.row[1:] != laid.row[:-1]
-    after = torch.where(last, closing[laid.row], laid.raw.roll(-1))
-    change = torch.nan_to_num(after - laid.raw, nan=0.0)
-    return replace(laid, increment=change), ~torch.isnan(after)
-
-
-def has_states(rollouts: Rollouts, row: Tensor) -> Tensor:
-    """[R] bool: responses that any of the [K] states belongs to."""
-    return torch.bincount(row, minlength=len(rollouts)) > 0
-
-
-def check_opening(field: str, rollouts: Rollouts, row: Tensor, position: Tensor) -> None:
-    """Raises InputError for the first scored response that has [K] states, but none at its prompt."""
-    lacking = rollouts.scored & has_states(rollouts, row) & ~has_states(rollouts, row[position == 0])
-    if lacking.any():
-        at = int(lacking.nonzero()[0])
-        raise InputError(
-            f"{field} of row {at}", f"states from position {int(position[row == at].min())} on",
-            "position 0, the prompt, among them", "measure the prompt too: the first change starts there",
         )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from apportion.credit.answers import BOXED, AnswerPattern, reasoning_ends
-from apportion.credit.boundaries import per_token, step_positions
-from apportion.credit.grpo_vps import before_answer, check_opening, has_states, lay_states
+from apportion.credit.boundaries import check_opening, has_states, lay_states, per_token, step_positions
+from apportion.credit.grpo_vps import before_answer
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.oar import row_minmax
 from apportion.credit.record import Conserves, Credit, Segments

@@ -179,7 +179,7 @@ def stats_by(values: Tensor, owner: Tensor, owners: int, ddof: int) -> GroupStat
     count = total(torch.ones_like(values))
     mean = total(values) / count.clamp(min=1)
     high, low = extreme("amax"), extreme("amin")
-    equal = (high - low <= _EQUAL * high.abs().clamp(min=1)) | (count < 2)
+    equal = high - low <= _EQUAL * high.abs().clamp(min=1)
     variance = total((values - mean[owner]) ** 2) / (count - ddof).clamp(min=1)
     return GroupStats(mean, variance.sqrt().masked_fill(equal, 0.0), count, equal)
 

@@ -78,7 +78,7 @@ class TreePO(CreditMethod):
         on = (tree.node >= 0) & scored
         stats = stats_by(reward.expand_as(tree.node)[on], tree.node[on], len(tree), ddof=0)
         size = torch.where(on, stats.count[tree.node], 0.0)
-        gap = torch.where(on & ~stats.collapsed[tree.node], reward - stats.mean[tree.node], 0.0)
+        gap = torch.where(on, reward - stats.mean[tree.node], 0.0)
         counts = (size > 1) & (size < size[0])
         counts[0] = True
         weight = torch.where(counts, size if self.size_weighted else 1.0, 0.0)

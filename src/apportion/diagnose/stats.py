@@ -68,8 +68,10 @@ class Counts:
         """The units of several steps as one."""
         if not parts:
             return cls.of([], [], [])
-        columns = (np.concatenate([getattr(part, name) for part in parts]) for name in ("numerator", "denominator"))
-        return cls(*columns, np.concatenate([part.prompt for part in parts]), sum(part.n for part in parts))
+        return cls(
+            np.concatenate([part.numerator for part in parts]), np.concatenate([part.denominator for part in parts]),
+            np.concatenate([part.prompt for part in parts]), sum(part.n for part in parts),
+        )  # fmt: skip
 
 
 def ratio(counts: Counts, nothing: str, seed: int = 0) -> Estimate:

@@ -114,11 +114,15 @@ class Scoring:
 
 @dataclass(frozen=True)
 class BeliefRequest(Scoring):
-    """Log-probability of each of `answers` after `cue_ids`, at every one of `positions`; only the answer counts."""
+    """Log-probability of the best of `answers` after `cue_ids`, at every one of `positions`; the cue does not count.
+
+    Where `per_token`, each answer's is divided by its number of tokens before they are compared.
+    """
 
     positions: tuple[int, ...]
     cue_ids: tuple[int, ...]
     answers: tuple[tuple[int, ...], ...]
+    per_token: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class Branch:
 
     @property
     def grown(self) -> bool:
+        """Whether the response ends here, or the state after the branch is kept."""
         return self.node.finish is not None or self.node.logits is not None
 
 
@@ -129,12 +130,12 @@ class TreeSampler(TransformersEngine):
             return []
         longest = max(map(len, prompts))
         width, need = longest + bounds.limit, longest + bounds.stored
-        for field_, got, least in (
+        for limit, got, least in (
             ("max_cache_tokens", self.max_cache_tokens, width),
             ("max_tree_tokens", self.max_tree_tokens, need),
         ):
             if got < least:
-                raise InputError(field_, got, f"at least {least}, which one tree of {self.name} may need")
+                raise InputError(limit, got, f"at least {least}, which one tree of {self.name} may need")
         if not self._scorer.sliceable(width):
             raise InputError("model", type(self.model).__name__, "full attention in every layer, for tree rollouts")
         trees = [

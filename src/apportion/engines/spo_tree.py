@@ -15,7 +15,7 @@ from apportion.errors import InputError
 
 @dataclass(frozen=True)
 class SPOTreeRule:
-    """SPO-tree [paper]: branch 6-6-6, M tokens a level, the last level to the end.
+    """SPO-tree [paper, arXiv 2505.23564]: branch 6-6-6, M tokens a level, the last level to the end.
 
     Each node of a level gets independent children, which grow by `level_tokens`; those of the last level by what
     is left of the limit. A response that ends early is a leaf at its level, so a prompt gives at most the product
@@ -62,10 +62,11 @@ class SPOTreeRule:
         """Level by level; see `Rule.grow`."""
         level, leaves = [tree.root], list[Node]()
         for depth, children in enumerate(self.branching, 1):
+            if not level:
+                break
             most = self.level_tokens if depth < len(self.branching) else tree.limit
             nodes = [node.branch(most) for node in level for _ in range(children)]
-            if nodes:
-                yield nodes
+            yield nodes
             leaves += [node for node in nodes if node.finish is not None]
             level = [node for node in nodes if node.finish is None]
         return sorted(leaves, key=lambda node: node.place)

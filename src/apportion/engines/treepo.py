@@ -13,7 +13,7 @@ from apportion.errors import InputError
 
 @dataclass(frozen=True)
 class TreePORule:
-    """TreePO [paper: authors' code, faults mended]: `width` responses, grown by segments of `segment_tokens`.
+    """TreePO [paper: authors' code, arXiv 2508.17445]: `width` responses, grown by segments of `segment_tokens`.
 
     Each round, every unfinished path gets an equal share of min(width − finished, 2·active + 2·finished this round)
     branches. What an equal division leaves over goes one branch each to the first paths in the order of their child

@@ -106,7 +106,7 @@ class Rule(Protocol):
         ...
 
     def grow(self, tree: Tree) -> Generator[list[Node], None, list[Node]]:
-        """Yields the branches to grow next, is resumed when all of them are grown, returns the leaves in order."""
+        """Yields the next branches, one or more; resumed when all are grown; returns the leaves in order."""
         ...
 
 

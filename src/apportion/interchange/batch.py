@@ -162,9 +162,7 @@ def _rollouts(rows: Sequence[Row]) -> Rollouts:
     length = [len(row["token_ids"]) for row in rows]
     path = column("path")
     marks = [row.get("boundaries") for row in rows]
-    # Where a row lists its steps, nothing is looked for in its text, so a row may do without.
-    readable = all(mark is not None or _has_text(row) for mark, row in zip(marks, rows, strict=True))
-    has_text = readable and (None in marks or all(map(_has_text, rows)))
+    has_text = any(map(_has_text, rows))
     return Rollouts.from_lists(
         [row["token_ids"] for row in rows],
         [row["group"] for row in rows],
@@ -176,7 +174,7 @@ def _rollouts(rows: Sequence[Row]) -> Rollouts:
         entropy=measured("entropy"),
         boundary=[_flags(mark or [], n) for mark, n in zip(marks, length, strict=True)],
         bounded=torch.tensor([mark is not None for mark in marks], dtype=torch.bool),
-        text=tuple(row.get("text") or "" for row in rows) if has_text else None,
+        text=tuple(row["text"] if _has_text(row) else None for row in rows) if has_text else None,
         char_start=[row.get("offsets") or [0] * n for row, n in zip(rows, length, strict=True)] if has_text else None,
         path=path and tuple(tuple(map(str, nodes)) for nodes in path),
     )

@@ -41,6 +41,9 @@ class BeliefJob:
     """The gold answer's log-probability after `cue`, at each of `positions` of response `row` (0: the prompt).
 
     A position may be the response's end. Answered by `evidence.Belief`.
+
+    Attributes:
+        per_token: divided by the answer's number of tokens, whose exponential is a geometric mean.
     """
 
     kind: ClassVar[Kind] = "belief"
@@ -48,6 +51,7 @@ class BeliefJob:
     row: int
     positions: tuple[int, ...]
     cue: str
+    per_token: bool = False
 
 
 @dataclass(frozen=True)

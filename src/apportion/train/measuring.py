@@ -152,7 +152,7 @@ class Measurer:
             return None
         asked = {**whole, "positions": job.positions, "cue_ids": self._ids(job.cue)}
         if isinstance(job, BeliefJob):
-            return BeliefRequest(**asked, answers=tuple(golds))
+            return BeliefRequest(**asked, answers=tuple(golds), per_token=job.per_token)
         return ConfidenceRequest(**asked, gold_ids=golds[0], samples=job.samples, tokens=job.tokens)
 
     def _altered(self, prompt: list[int], span: str, job: DivergenceJob, key: Key) -> tuple[tuple[int, ...], ...]:
@@ -180,13 +180,9 @@ class Measurer:
     def _step_labels(self, batch: Batch) -> StepLabels:
         verifier, rollouts = self.trainer.step_verifier, batch.rollouts
         assert verifier is not None and rollouts.text is not None and rollouts.char_start is not None
-        texts = [
-            # EOS ends the last step and is no part of it.
-            text if cut else text[: int(rollouts.char_start[end - 1])]
-            for text, cut, end in zip(
-                rollouts.text, rollouts.truncated.tolist(), rollouts.offsets[1:].tolist(), strict=True
-            )
-        ]
+        ends = zip(rollouts.text, rollouts.truncated.tolist(), rollouts.offsets[1:].tolist(), strict=True)
+        # EOS ends the last step and is no part of it.
+        texts = [(text or "")[: None if cut else int(rollouts.char_start[end - 1])] for text, cut, end in ends]
         verdicts = verifier(batch.prompts, texts, batch.rows)
         entries: dict[tuple[int, int], bool] = {}
         for row, steps in enumerate(verdicts):

@@ -1,0 +1,255 @@
+"""Forced answers: one forward of a response and its branches reads what separate sequences read.
+
+Hand numbers come from a bigram model: after the cue 3 comes 1 with 1/2, after 1 comes 2 with 2/3.
+
+Planted faults seen caught: PLACEHOLDER
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from bigram import bigram, gap, separate, sizes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies import VOCABULARY, ids, llama, mistral, qwen2
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from apportion.engines.base import BeliefRequest, Key
+from apportion.engines.belief import beliefs
+from apportion.engines.scoring import Scorer
+from apportion.errors import InputError
+from apportion.tasks import load_policy
+from apportion.tasks.arithmetic import ArithmeticTask, generate
+
+
+def key(prompt: str, sample: int = 0) -> Key:
+    return Key("run", 7, prompt, sample, 0)
+
+
+def requests() -> list[BeliefRequest]:
+    """Responses of several lengths; cues of 3, 1 and no tokens; answers of 1 to 4 tokens; both ends asked about."""
+    a, b, cue = ids(30, 1), ids(19, 2), (7, 9, 4)
+    return [
+        BeliefRequest(key("a", 0), a, 6, (0, 5, 6, 17, 24), cue, ((8, 5),)),
+        BeliefRequest(key("a", 1), a[:25], 6, (3, 11), cue, ((8, 5, 5, 11), (8, 6), (12,))),
+        BeliefRequest(key("b", 0), b, 3, (16, 0, 7), cue[:1], ((4,), (9, 9, 9))),
+        BeliefRequest(key("b", 1), b[:9], 1, (0, 1, 8), (), ((6, 7), (5,))),
+        BeliefRequest(key("b", 2), b, 3, (), cue, ((6,),)),
+        BeliefRequest(key("b", 3), b[:3], 3, (0,), cue, ((6, 10, 15),)),
+    ]
+
+
+def slowly(model: PreTrainedModel, asked: list[BeliefRequest], temperature: float = 1.0) -> dict[Key, list[float]]:
+    """The reference: a sequence for each answer at each position, and a sum over the answer's tokens."""
+    out = {}
+    for r in asked:
+        out[r.key] = []
+        for position in r.positions:
+            opening = (*r.ids[: r.prompt + position], *r.cue_ids)
+            sums = [
+                sum(logprob for logprob, _ in separate(model, (*opening, *answer), len(opening), temperature))
+                for answer in r.answers
+            ]
+            out[r.key].append(max(sums))
+    return out
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, initializer_range=0.4, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
+
+
+def gemma2() -> Gemma2ForCausalLM:
+    """Eager attention, every other layer with a window, logits capped at the end."""
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, initializer_range=0.4, final_logit_softcapping=2.0,
+            attn_implementation="eager",
+        )
+    )  # fmt: skip
+
+
+MODELS = {
+    "grouped heads": llama,
+    "eager": lambda: llama(attn_implementation="eager"),
+    "biases": qwen2,
+    "learned positions": gpt2,
+    "capped logits": gemma2,
+    "wide window": lambda: mistral(64),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_packed_equals_separate(name: str, temperature: float) -> None:
+    model = MODELS[name]()
+    expected = slowly(model, requests(), temperature)
+    scorer = Scorer(model, 0, temperature=temperature)
+    with sizes(model) as seen:
+        assert gap(list(beliefs(scorer, requests())), expected) < 1e-5
+    # Five trunks of up to 30 tokens, and their branches: two of 3 × 3 cue tokens and 3 + 1 of answers are widest.
+    assert [shape[:2] for shape in seen] == [(5, 30), (5, 5 * 3 + 2 * 4)]
+    assert scorer.cost.forwards == 2 and scorer.cost.forward_tokens == 5 * 30 + 5 * 23
+
+
+def test_a_narrow_window_falls_back_to_separate_sequences() -> None:
+    model = mistral(8)
+    expected = slowly(model, requests())
+    with sizes(model) as seen:
+        assert gap(list(beliefs(Scorer(model, 0), requests())), expected) < 1e-5
+    assert len(seen) == 5, "one forward a response, its answers batched"
+
+
+def test_which_sequences_may_share_a_forward() -> None:
+    model = mistral(8)
+    assert Scorer(model, 0).packs(8) and not Scorer(model, 0).packs(9)
+    for name, value in (("_attn_implementation", "flex_attention"), ("alibi", True)):
+        changed = llama()
+        assert Scorer(changed, 0).packs(99)
+        setattr(changed.config, name, value)
+        assert not Scorer(changed, 0).packs(99)
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 999),
+    tokens=st.sampled_from([1, 25, 60, 16_384]),
+    logits=st.sampled_from([1, 4, 9, 1_000]),
+    pad=st.integers(0, VOCABULARY - 1),
+    parts=st.integers(1, 3),
+)
+def test_order_batch_and_split_change_nothing(seed: int, tokens: int, logits: int, pad: int, parts: int) -> None:
+    asked = requests()
+    random.Random(seed).shuffle(asked)
+    scorer = Scorer(MODEL, pad, max_tokens=tokens, max_logits=logits * VOCABULARY)
+    with sizes(MODEL) as seen:
+        found = [reading for part in range(parts) for reading in beliefs(scorer, asked[part::parts])]
+    assert gap(found, EXPECTED) < 1e-5
+    # The widest branch holds a cue of 3 and answers that feed 3 + 1 tokens, of which 1 + 4 columns predict.
+    for rows, columns, numbers in seen:
+        assert rows * columns <= tokens or rows == 1
+        assert numbers <= scorer.max_logits or (rows == 1 and numbers <= 5 * VOCABULARY)
+    assert sum(rows * columns for rows, columns, _ in seen) == scorer.cost.forward_tokens
+
+
+def test_each_trunk_is_computed_once_whatever_the_limits() -> None:
+    scorer = Scorer(MODEL, 0, max_logits=VOCABULARY)
+    with sizes(MODEL) as seen:
+        list(beliefs(scorer, requests()))
+    trunks = [shape for shape in seen if shape[2] == 0]
+    assert trunks == [(5, 30, 0)]
+    assert len(seen) - 1 == sum(len(r.positions) for r in requests()), "a forward a branch"
+
+
+def test_hand_numbers() -> None:
+    def belief(cue: tuple[int, ...], *answers: tuple[int, ...], temperature: float = 1.0) -> list[float]:
+        scorer = Scorer(bigram(), 0, temperature=temperature)
+        (reading,) = beliefs(scorer, [BeliefRequest(key("p"), (0, 3, 1, 2), 2, (0, 1, 2), cue, answers)])
+        return reading.values.exp().tolist()
+
+    near = pytest.approx
+    assert belief((3,), (1, 2)) == near([1 / 3] * 3)  # 1/2 · 2/3, wherever it stands
+    assert belief((0, 3), (1, 2)) == near([1 / 3] * 3)  # a longer cue costs nothing
+    assert belief((3,), (1,)) == near([1 / 2] * 3)
+    assert belief((3,), (1, 0), (2, 0)) == near([5 / 48] * 3)  # 1/24 and 1/6 · 5/8
+    # At temperature 1/2 the weights are squared: 9/12 · 64/70.
+    assert belief((3,), (1, 2), temperature=0.5) == near([24 / 35] * 3)
+    # Without a cue the tokens before the positions are 3, 1 and 2: p(0) is 1/6, 1/12 and 5/8.
+    assert belief((), (0,)) == near([1 / 6, 1 / 12, 5 / 8])
+
+
+def test_bfloat16_is_upcast_before_the_softmax() -> None:
+    # ln p = 2 − ln(e² + 3); rounded to bfloat16 it would be off by .001 or more.
+    model = bigram([[2.0, 0.0, 0.0, 0.0]] * 4).to(torch.bfloat16)
+    (reading,) = beliefs(Scorer(model, 0), [BeliefRequest(key("p"), (1, 2), 1, (1,), (3,), ((0,),))])
+    want = 2 - math.log(math.exp(2) + 3)
+    assert abs(float(torch.tensor(want).to(torch.bfloat16)) - want) > 5e-4
+    assert float(reading.values[0]) == pytest.approx(want, abs=1e-6)
+    model = llama().to(torch.bfloat16)
+    assert gap(list(beliefs(Scorer(model, 0), requests())), slowly(model, requests())) < 0.05
+
+
+def test_leaves_no_trace() -> None:
+    model = llama(attention_dropout=0.5).train()
+    model.model.layers[1].eval()
+    model.gradient_checkpointing_enable()
+    model.lm_head.weight.requires_grad_(False)
+    modes, wanted = [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    found = []
+    for reading in beliefs(Scorer(model, 0, max_tokens=60), requests()):
+        found.append(reading)
+        assert [m.training for m in model.modules()] == modes, "between results the model is the host's"
+        assert torch.is_grad_enabled()
+    next(beliefs(Scorer(model, 0, max_tokens=60), requests()))  # and a caller that stops early
+    assert gap(found, EXPECTED) < 1e-5, "no dropout while measuring"
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [p.requires_grad for p in model.parameters()] == wanted
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert not any(reading.values.requires_grad for reading in found)
+
+
+def test_belief_of_the_embedded_policy_grows_along_worked_solutions() -> None:
+    model, tokenizer = load_policy()
+    asked = []
+    for problem in generate(ArithmeticTask(), "test", 6):
+        prompt, response, answer, cue = (
+            tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+            for text in (problem.prompt, problem.solution, problem.answer, "#")
+        )
+        positions = (0, *(t + 2 for t in range(len(problem.solution)) if problem.solution.startswith("\n\n", t)))
+        asked.append(BeliefRequest(key(problem.prompt), prompt + response, len(prompt), positions, cue, (answer,)))
+    found = list(beliefs(Scorer(model, tokenizer.pad_token_id), asked))
+    assert gap(found, slowly(model, asked)) < 1e-5
+    for reading in found:
+        assert reading.values.exp()[-1] > 0.9 > reading.values.exp()[0]
+
+
+def test_lora() -> None:
+    peft = pytest.importorskip("peft", reason="needs apportion[peft]")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False, lora_dropout=0.5)
+    model = peft.get_peft_model(llama(), config).train()
+    found = list(beliefs(Scorer(model, 0), requests()))
+    assert gap(found, slowly(model, requests())) < 1e-5 < gap(found, EXPECTED)
+    prompted = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(InputError, match="prompt learning"):
+        Scorer(prompted, 0)
+
+
+def test_nothing_asked_nothing_run() -> None:
+    with sizes(MODEL) as seen:
+        assert list(beliefs(Scorer(MODEL, 0), [])) == []
+        (reading,) = beliefs(Scorer(MODEL, 0), requests()[4:5])
+    assert not seen and reading.values.shape == (0,) and reading.values.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"answers": ()}, "answers"),
+        ({"answers": ((4,), ())}, "answers"),
+        ({"prompt": 0}, "prompt"),
+        ({"prompt": 9}, "prompt"),
+        ({"positions": (2, 6)}, "position"),
+        ({"positions": (-1,)}, "position"),
+    ],
+)
+def test_requests_that_cannot_be_answered(change: dict, field: str) -> None:
+    whole = dict(key=key("p"), ids=ids(8), prompt=3, positions=(2, 5), cue_ids=(7,), answers=((4,),))
+    with sizes(MODEL) as seen, pytest.raises(InputError, match=field):
+        list(beliefs(Scorer(MODEL, 0), [*requests(), BeliefRequest(**{**whole, **change})]))
+    assert not seen
+
+
+MODEL = llama()
+EXPECTED = slowly(MODEL, requests())
