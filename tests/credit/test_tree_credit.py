@@ -1,6 +1,13 @@
 """SPO-tree and TreePO: hand-worked trees, both layouts of a path, their slow references and their properties.
 
-PLANTED
+Planted in a copy of the package and seen caught here: a node worth the sum of its children, or the mean of its
+leaves; a node known by group and id without its prefix; keys of nodes that collide; a prompt that is another's
+child; the edge laid on its start instead of its end; a root id read as an edge; a node without ends given one worth
+0; ends left out of the siblings; no tolerance for equal values; ddof or ε ignored; a response's first token that
+opens no segment; a path too long for its response; empty responses checked; roots compared across groups; abstained
+responses paid, counted as 0, or counted among the leaves; the sign; the leave-one-out factor upside down; TreePO
+without depth 0, with the whole group twice, with a leaf as its own subgroup, with the size switch reversed; whitening
+over masked tokens or without collapsed groups; collapsed groups paid; `batch_wide` denied.
 """
 
 from __future__ import annotations
@@ -80,6 +87,10 @@ def rows_of(method: CreditMethod, leaves: list[Leaf]) -> list[list[float]]:
     return [row.tolist() for row in bare.split([len(y.ids) for y in leaves])]
 
 
+def flat(method: CreditMethod, leaves: list[Leaf]) -> list[float]:
+    return [a for row in rows_of(method, leaves) for a in row]
+
+
 SIBLINGS = [leaf("a", 0.0), leaf("b", 0.5), leaf("c", 1.0)]
 # σ = √(.5/3) = .4082483 over the population, √(.5/2) = .5 over the sample.
 SCALED = [
@@ -95,7 +106,7 @@ SCALED = [
 
 @pytest.mark.parametrize("settings_, wanted", SCALED, ids=str)
 def test_three_siblings(settings_: dict[str, Any], wanted: list[float]) -> None:
-    assert sum(rows_of(SPOTree(**settings_), SIBLINGS), []) == pytest.approx(wanted, abs=1e-6)
+    assert flat(SPOTree(**settings_), SIBLINGS) == pytest.approx(wanted, abs=1e-6)
 
 
 # A leaf of 1 beside a node with three leaves of 0: V = (1 + 0)/2 = .5, where the mean of the leaves is .25.
@@ -115,7 +126,7 @@ def test_a_value_is_the_mean_of_children_and_not_of_leaves() -> None:
     # Edges a, b, bx, by, bz: the last three have advantage 0.
     assert credit.counts == {"edges": 5, "zero_edges": 3}
     # TreePO: 1 − .25; 0 − .25 and 0 − 0, averaged.
-    assert sum(rows_of(TreePO(whiten=False), LOPSIDED), []) == pytest.approx([0.75, *[-0.125] * 9])
+    assert flat(TreePO(whiten=False), LOPSIDED) == pytest.approx([0.75, *[-0.125] * 9])
 
 
 def test_a_path_that_ends_inside_the_tree_is_one_more_child() -> None:
@@ -126,12 +137,11 @@ def test_a_path_that_ends_inside_the_tree_is_one_more_child() -> None:
     leaves = [leaf("ax", 1.0), leaf("a", 1.0), leaf("a", 0.0), leaf("b", 0.0)]
     assert rows_of(SPOTree(), leaves) == [[0.375, 0.25], [0.375], [0.375], [-0.375]]
     # TreePO: group mean .5, and 2/3 for the three that share a: ((1 − .5) + (1 − 2/3))/2, ((0 − .5) + (0 − 2/3))/2.
-    got = rows_of(TreePO(whiten=False), leaves)
-    assert sum(got, []) == pytest.approx([5 / 12, 5 / 12, 5 / 12, -7 / 12, -0.5])
+    assert flat(TreePO(whiten=False), leaves) == pytest.approx([5 / 12, 5 / 12, 5 / 12, -7 / 12, -0.5])
 
 
 def test_values_that_only_rounding_tells_apart_are_equal() -> None:
-    """V(a) = (.1 + .2 + .3)/3 is .20000000000000004 in float64. Divided by a σ of 2e-17 the edges would get 1 and −1."""
+    """V(a) = (.1 + .2 + .3)/3 is .20000000000000004. Divided by σ = 1.4e-17 the edges a and b would get 1 and −1."""
     leaves = [leaf("ax", 0.1), leaf("ay", 0.2), leaf("az", 0.3), leaf("b", 0.2)]
     got = rows_of(SPOTree(scale="siblings", epsilon=0), leaves)
     assert [row[0] for row in got] == [0, 0, 0, 0]
@@ -203,7 +213,7 @@ def test_treepo_counts_every_depth_that_some_share_and_the_whole_group_once() ->
 def test_a_collapsed_group_counts_in_the_whitening_and_gets_nothing() -> None:
     """Tokens .5, −.5, 0, 0: mean 0, σ = √(.5/3) = .4082483."""
     leaves = [leaf("a", 1.0), leaf("b", 0.0), leaf("a", 1.0, group="p"), leaf("b", 1.0, group="p")]
-    assert sum(rows_of(TreePO(), leaves), []) == pytest.approx([1.2247449, -1.2247449, 0, 0])
+    assert flat(TreePO(), leaves) == pytest.approx([1.2247449, -1.2247449, 0, 0])
     shifted = [leaf("a", 1.0, [3]), *leaves[1:]]
     assert rows_of(TreePO(), shifted)[2:] == [[0], [0]], "the mean is not 0 here, and they still get nothing"
 
@@ -342,5 +352,5 @@ def test_spo_tree_telescopes_and_siblings_sum_to_0(leaves: list[Leaf], root: str
 def test_a_tree_that_never_branches_twice_is_a_known_method(
     method: CreditMethod, same: CreditMethod, batch: Batch
 ) -> None:
-    flat = replace(batch.rollouts(), boundary=None, path=tuple((str(i),) for i in range(len(batch.responses))))
-    torch.testing.assert_close(credit_of(method, flat).token, credit_of(same, flat).token, rtol=1e-5, atol=1e-6)
+    bush = replace(batch.rollouts(), boundary=None, path=tuple((str(i),) for i in range(len(batch.responses))))
+    torch.testing.assert_close(credit_of(method, bush).token, credit_of(same, bush).token, rtol=1e-5, atol=1e-6)

@@ -56,15 +56,14 @@ def chain_batch(
 
 def write(
     folder: Path, batch: Rollouts, step: int = 1, evidence: list[dict[str, Any]] | None = None,
-    method: str = "grpo", measured: list[Any] | None = None, prompt: str = PROMPT,
+    method: str = "grpo", measured: list[Any] | None = None, **settings: Any,
 ) -> RunFolder:  # fmt: skip
     run = RunFolder(folder)
-    maker = make_method(method, {"min_gap": 1, "window": 2} if method == "probepo" else {})
+    maker = make_method(method, ({"min_gap": 1, "window": 2} if method == "probepo" else {}) | settings)
     base = maker.base(batch)
     credit = maker.assign(batch, Evidence(Continuations.from_rewards(batch, measured or [])), base)
     names = [batch.name(i) for i in range(len(batch))]
-    prompts = [name if name.endswith("=?\n") else prompt for name in names]
-    run.write("rollouts", step, rollout_rows(batch, prompts, ["85"] * len(batch)))
+    run.write("rollouts", step, rollout_rows(batch, names, ["85"] * len(batch)))
     run.write("evidence", step, evidence or [])
     run.write("credit", step, credit_rows(batch, credit, base.mean.tolist(), base.scale.tolist()))
     return run
@@ -169,6 +168,21 @@ def test_labels_of_the_embedded_task(tmp_path: Path) -> None:
     assert labels.given.tolist() == [True, True]
 
 
+def test_steps_that_start_in_one_token_hold_where_both_do(tmp_path: Path) -> None:
+    batch = Rollouts.from_lists(
+        [[5, 6, 7]] * 2, ["g", "g"], [1, 0], text=("abcdefgh", "abcdefgh"), char_start=[[0, 2, 6]] * 2
+    )
+    step = read_step(write(tmp_path, batch), 1)
+    for ok in ((True, False), (False, True), (True, True)):
+        # Characters 3 and 5 both lie inside the second token, so the third is the first that starts there or later.
+        labels = step_labels(
+            step, lambda prompts, texts, ok=ok: [[(0, True), (3, ok[0]), (5, ok[1]), (8, False)], None]
+        )
+        assert not isinstance(labels, str)
+        assert list(zip(labels.start.tolist(), labels.ok.tolist(), strict=True)) == [(0, True), (2, all(ok))]
+        assert labels.given.tolist() == [True, False]
+
+
 def test_a_recorded_verifiers_verdicts_come_first(tmp_path: Path) -> None:
     configured(tmp_path)
     evidence = [{"kind": "steps", "row": 1, "position": 9, "values": [1.0]},
@@ -233,6 +247,25 @@ def test_lines_of_a_run_by_hand(tmp_path: Path) -> None:
         assert found[name].estimate.missing == "needs a model: none was asked for"
     tails = [found[f"covariance_{which}"].estimate for which in ("beyond_3_sigma", "kurtosis", "p99_over_p50")]
     assert all(each.value is not None and each.n == 5 * 22 for each in tails)
+
+
+def test_lines_of_probes_by_hand(tmp_path: Path) -> None:
+    configured(tmp_path)
+    batch = chain_batch([RIGHT, WRONG], [1, 0])
+    # M = n₀ = 4: raw .75 shrinks to .625 around μ = .5, so the increments are .125 and −.625; the error √(.1875/4) =
+    # .2165 halves to .1083. σ = .7072: D = .1767 and −.8837, token mean (9 · .1767 − 13 · .8837)/22 = −.4499, and with
+    # α = 2 the first segment gets −.7070 + 2 · .6266 = .546 where the base has −.707.
+    write(tmp_path, batch, method="probepo", measured=[(1, 9, [1, 1, 1, 0])], alpha=2.0)
+    found = lines(tmp_path)
+    for name in ("right_steps_punished", "right_steps_punished_probes"):
+        assert (found[name].estimate.value, found[name].estimate.n) == (0, 1), name
+        assert found[name].beside == {"with the base alone": 1.0}, name
+    below = found["increments_below_one_se"].estimate
+    assert (below.value, below.n) == (0, 2)
+    # Without shrinkage the same rewards give .25 ± .2165: beyond; one more right of three, 2/3 − .5 ± .272: within.
+    write(tmp_path / "raw", batch, method="probepo", measured=[(1, 9, [1, 1, 0])], n0=0)
+    below = lines(tmp_path / "raw")["increments_below_one_se"].estimate
+    assert (below.value, below.n) == (0.5, 2)
 
 
 def test_steps_are_pooled_and_absences_named(tmp_path: Path) -> None:

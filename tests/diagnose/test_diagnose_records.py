@@ -231,6 +231,9 @@ def test_covariance_by_hand() -> None:
     assert share(beyond) == (1, 6)  # 1.3083/.7658 = 1.708; the next is 1.056
     assert share(tail_counts(found, rollouts, owner)[0]) == (0, 6)
     # Mean c is −.025; fourth powers of c + .025 sum to 3.60237, over 6 · .765764⁴.
+    # The group's means are taken off: an advantage that is 5 higher everywhere has the same covariance.
+    higher = covariance(rollouts, tensor(6, 6, 6, 4, 4, 4))
+    assert higher is not None and higher.score.tolist() == pytest.approx(found.score.tolist(), abs=1e-12)
     assert ratio(kurtosis, "").value == pytest.approx(3.60237 / (6 * 0.765764**4), rel=1e-5)
     assert kurtosis.n == 6
     # |c| rising: .3917 .4917 .5917 .6417 .8083 1.3083: p50 .61667, p99 .8083 + .95 · .5.

@@ -299,6 +299,7 @@ def test_rewards_go_to_their_states_whatever_the_order() -> None:
     step = step_of(made())
     table: Bench = bench(lambda request, m: [request.key.position, STOP], lambda ids: float(ids[-2]))
     states = [Prefix.of(step, 0, p, "x") for p in (7, 2, 5)]
+    assert [[c.m for c in each] for each in table.continued(states, 3, 1)] == [[0, 1, 2]] * 3
     assert table.rewards(states, 2) == [[7.0, 7.0], [2.0, 2.0], [5.0, 5.0]]
     assert isinstance(table.engine, Table)
     # A response at its limit has no room, and nothing is asked for it.

@@ -134,18 +134,21 @@ def test_order_batch_and_split_change_nothing(seed: int, tokens: int, logits: in
     assert gap(found, EXPECTED) < 1e-5
     # The widest branch holds a cue of 3 and answers that feed 3 + 1 tokens, of which 1 + 4 columns predict.
     for rows, columns, numbers in seen:
-        assert rows * columns <= tokens or rows == 1
-        assert numbers <= scorer.max_logits or (rows == 1 and numbers <= 5 * VOCABULARY)
+        alone = rows == 1 and (numbers == 0 or columns <= 3 + 4)
+        assert rows * columns <= tokens or alone
+        assert numbers <= scorer.max_logits or (alone and numbers <= 5 * VOCABULARY)
     assert sum(rows * columns for rows, columns, _ in seen) == scorer.cost.forward_tokens
 
 
-def test_each_trunk_is_computed_once_whatever_the_limits() -> None:
-    scorer = Scorer(MODEL, 0, max_logits=VOCABULARY)
+@pytest.mark.parametrize(
+    ("limits", "trunks"),
+    [({"max_logits": VOCABULARY}, [(5, 30)]), ({"max_tokens": 1}, [(1, n) for n in (30, 19, 17, 9, 3)])],
+)
+def test_each_trunk_is_computed_once_whatever_the_limits(limits: dict[str, int], trunks: list[tuple[int, int]]) -> None:
     with sizes(MODEL) as seen:
-        list(beliefs(scorer, requests()))
-    trunks = [shape for shape in seen if shape[2] == 0]
-    assert trunks == [(5, 30, 0)]
-    assert len(seen) - 1 == sum(len(r.positions) for r in requests()), "a forward a branch"
+        list(beliefs(Scorer(MODEL, 0, **limits), requests()))
+    assert [shape[:2] for shape in seen if shape[2] == 0] == trunks
+    assert len(seen) - len(trunks) == sum(len(r.positions) for r in requests()), "a forward a branch"
 
 
 def test_hand_numbers() -> None:

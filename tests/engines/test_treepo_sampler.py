@@ -1,6 +1,9 @@
 """TreePO's tree: shares of each round by hand, forks, fresh responses, and a width that is always filled.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: all finished paths counted again in each round, or none; a width that forgets finished
+paths; what a division leaves over lost, or given to the last paths; forks at the prompt, at the first border only, of
+the first path only, or all the same; places left empty where there is no border; a width check off by one; depth
+ignored.
 """
 
 from __future__ import annotations

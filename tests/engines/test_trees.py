@@ -1,6 +1,11 @@
 """Trees equal slow ones that compute every token's whole history anew, and feed no token twice.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: a piece without the last token, or a view of its slot; pieces restored at column 0, or
+without the prompt's; a row moved without its cache; siblings on one stream, keys without the node, keys by place in
+the call; a token fed twice; log-probabilities at temperature 1, after filters, or of another row's logits; a limit one
+too long; `ended` asked with the segment alone, or after a stop token; no bound on trees or slots; training mode left
+on; sliding windows accepted; starts shifted by an edge; M tokens on the last level too; ended nodes that branch on;
+leaves by level; a level check off by one.
 """
 
 from __future__ import annotations

@@ -20,12 +20,13 @@ from apportion.rollouts import Rollouts
 
 
 class PRPO(CreditMethod):
-    """PRPO, arXiv 2606.08708 [ours: only the abstract could be read]. Perception, or the use of a marked context.
+    """PRPO: tokens that hang on what was shown, and are stable under its disturbance, get more of the advantage.
 
-    The importance of a token is KL(p ‖ p with what was shown blanked) · exp(−KL(p ‖ p with it disturbed)). With n the
-    min-max of log1p of it over the response's trainable tokens (range 1 where all are equal), w = 1 where
-    n < threshold, else 1 + β(n − threshold)/(1 − threshold). Then w ← w·T/Σw over the T trainable tokens, and
-    A_t = A_i·w_t. What was shown is an image, or a marked span of the prompt; the host knows which.
+    arXiv 2606.08708 [ours: only the abstract could be read]. What was shown is an image, or a marked span of the
+    prompt; the host knows which. The importance of a token is KL(p ‖ p with what was shown blanked) · exp(−KL(p ‖ p
+    with it disturbed)). With n the min-max of log1p of it over the response's trainable tokens (range 1 where all are
+    equal), w = 1 where n < threshold, else 1 + β(n − threshold)/(1 − threshold). Then w ← w·T/Σw over the T trainable
+    tokens, and A_t = A_i·w_t.
 
     Numbers: n = (0, .4, .7, 1), β = 2, threshold = .4: w = (1, 1, 2, 3), times 4/7 (.5714, .5714, 1.1429, 1.7143).
     """

@@ -48,6 +48,8 @@ def _paths() -> Mapping[str, str]:
     """Names and where their classes are. A plug-in may not take the name of a method that is here already."""
     found = dict(BUILT_IN)
     for point in entry_points(group="apportion.methods"):
+        if not re.fullmatch("[a-z][a-z0-9_]*", point.name):
+            raise InputError(f"entry point apportion.methods:{point.name}", point.name, "lower case, digits and _")
         if found.setdefault(point.name, point.value) != point.value:
             raise InputError(
                 f"entry point apportion.methods:{point.name}", point.value, "a name not taken yet",
@@ -103,7 +105,15 @@ def make_method(name: str | Sequence[str], settings: Mapping[str, Any] | None = 
 
 def _load(name: str) -> type[CreditMethod]:
     module, _, attribute = _paths()[name].partition(":")
-    return getattr(import_module(module), attribute)
+    where = f"entry point apportion.methods:{name}"
+    try:
+        cls: type[CreditMethod] = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        fix = "repair or uninstall the package"
+        raise InputError(where, error, f"{_paths()[name]} to be there", fix) from error
+    if cls.name != name:
+        raise InputError(where, f"a class with the name {cls.name!r}", "one name", "give both the same")
+    return cls
 
 
 def _make(name: str, settings: Mapping[str, Any]) -> CreditMethod:

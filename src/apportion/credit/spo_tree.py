@@ -13,7 +13,7 @@ from pydantic import Field, PositiveInt
 from apportion.credit.boundaries import per_token
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit, Segments
-from apportion.credit.tree import child_stats, edges_of, leaves_below, node_values, tree_of
+from apportion.credit.tree import child_stats, differ, edges_of, leaves_below, node_values, tree_of
 from apportion.groups import Base
 from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
@@ -24,8 +24,8 @@ class SPOTree(CreditMethod):
 
     The mean is of the children's values and not of the leaves': a leaf of 1 beside a node with three leaves of 0
     gives .5, not .25. Every response below an edge has the edge's advantage on the edge's tokens; which of them
-    trains it, and that edges with advantage 0 are left out, is the trainer's affair. Siblings whose values are
-    equal, only children, and everything below a collapsed group get exactly 0.
+    trains it, and that edges with advantage 0 are left out, is the trainer's affair. An edge whose value equals its
+    parent's up to rounding gets exactly 0, and so does everything in a collapsed group.
 
     Conserved: over the children of a node Σ A = 0 (`baseline="mean"`, `scale="none"`), and along a path
     Σ increments = V(last node) − V(prompt), which the invariant `telescoping` measures. Edges have different
@@ -64,15 +64,16 @@ class SPOTree(CreditMethod):
         siblings = child_stats(tree, value, end, self.ddof)
         parent = tree.parent[edges.node]
         count, spread = siblings.count[parent], siblings.std[parent]
-        apart = base.live[edges.row] & ~siblings.collapsed[parent]
-        increment = torch.where(apart, value[edges.node] - value[parent], 0.0)
+        here, start = value[edges.node], value[parent]
+        apart = base.live[edges.row] & ~siblings.collapsed[parent] & differ(here, start)
+        increment = torch.where(apart, here - start, 0.0)
         advantage = increment
         if self.baseline == "leave_one_out":
             advantage = advantage * count / (count - 1).clamp(min=1)
         if self.scale == "siblings":
             advantage = advantage / torch.where(apart, spread + self.epsilon, 1.0)
         segments = Segments(
-            edges.row, edges.start, edges.end, value[parent], value[parent],
+            edges.row, edges.start, edges.end, start, start,
             spread / count.clamp(min=1).sqrt(), increment, leaves_below(tree, rollouts.scored)[parent],
         )  # fmt: skip
         gain = torch.zeros(len(rollouts), dtype=torch.float64).index_add_(0, edges.row, increment)

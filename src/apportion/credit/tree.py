@@ -15,7 +15,7 @@ from apportion.errors import InputError
 from apportion.groups import GroupStats
 from apportion.rollouts import Rollouts
 
-# Values this close, relative to their size, are equal (methods.md, law 3).
+# Values this close, relative to their size, are equal.
 _EQUAL = 1e-8
 
 
@@ -179,9 +179,14 @@ def stats_by(values: Tensor, owner: Tensor, owners: int, ddof: int) -> GroupStat
     count = total(torch.ones_like(values))
     mean = total(values) / count.clamp(min=1)
     high, low = extreme("amax"), extreme("amin")
-    equal = high - low <= _EQUAL * high.abs().clamp(min=1)
+    equal = ~differ(low, high)
     variance = total((values - mean[owner]) ** 2) / (count - ddof).clamp(min=1)
     return GroupStats(mean, variance.sqrt().masked_fill(equal, 0.0), count, equal)
+
+
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """[K] bool: whether values are further apart than law 3's tolerance (methods.md). NaN differs from nothing."""
+    return (a - b).abs() > _EQUAL * b.abs().clamp(min=1)
 
 
 def leaves_below(tree: Tree, scored: Tensor) -> Tensor:

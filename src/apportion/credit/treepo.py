@@ -24,9 +24,10 @@ class TreePO(CreditMethod):
     """TreePO [paper: authors' code, arXiv 2508.17445]: r_i less the mean of a subgroup, averaged over its subgroups.
 
     The subgroup at a depth is the responses that share the path so far. The average is whitened over the batch's
-    trainable tokens. Depth 0 is the whole group and always counts. A deeper part of the path counts where more than one scored
-    response shares it, and not all of the group's do: that is depth 0 again, with a root id or without. An edge's
-    place in the response does not matter, so `boundary` is not read and a path of any length will do [ours].
+    trainable tokens. Depth 0 is the whole group and always counts. A deeper part of the path counts where more
+    than one scored response shares it, and not all of the group's do: that is depth 0 again, with a root id or
+    without. Where an edge lies in the response does not matter, so `boundary` is not read and a path of any length
+    will do [ours].
 
     Whitened or not, a response has one advantage, its credit's base; so the token mean is kept by construction.
     Over a group nothing is: responses average over different depths and have different lengths. Responses of a

@@ -49,7 +49,7 @@ class Tally:
         self._spent(step)
 
     def lines(self) -> list[Line]:
-        """The lines, in no particular order."""
+        """The lines, in the order of `ABOUT`."""
         return [*map(self._ratio, _RATIOS), self._quantiles(), self._mean("p99_abs_advantage"), self._auxiliary()]
 
     def _count(self, names: Sequence[str], found: Sequence[Counts]) -> None:

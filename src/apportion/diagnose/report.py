@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from apportion.diagnose.forks import ForkSettings
-from apportion.diagnose.lines import ABOUT, SAMPLED, Line
+from apportion.diagnose.lines import SAMPLED, Line
 from apportion.diagnose.model import Bench
 from apportion.diagnose.reading import Recorded, checker_of, choose_steps, read_step, run_config
 from apportion.diagnose.recorded import recorded_lines
@@ -23,7 +23,7 @@ RECENT = 8
 
 @dataclass(frozen=True)
 class Report:
-    """The lines of a run's steps, in the order of `ABOUT`, and what was spent on those that sample from the model."""
+    """The lines of a run's steps, in the order of `lines.ABOUT`, and what was spent on those that need the model."""
 
     steps: Sequence[int]
     lines: Sequence[Line]
@@ -74,5 +74,4 @@ def diagnose(
             "model": opened.name, "generated_tokens": opened.cost.generated, "continuations": opened.continuations,
             "tokens_read_to_redraw": opened.cost.forward_tokens, "budget": budget,
         }  # fmt: skip
-    order = list(ABOUT)
-    return Report(chosen, sorted(lines, key=lambda line: order.index(line.name)), spent)
+    return Report(chosen, lines, spent)

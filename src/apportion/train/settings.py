@@ -116,7 +116,9 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
         if not dot:
             raise InputError("--set", repr(key), "section.key=value, for example method.budget=24 or run.steps=50")
         _check_keys(section, {name: value})
-        data.setdefault(section, {})[name] = value
+        table, own, last = data.setdefault(section, {}), *name.rpartition(".")[::2]
+        # Of a pipeline `method.STAGE.SETTING`, over the stage's table in the file.
+        (table.setdefault(own, {}) if own else table)[last] = value
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
