@@ -138,7 +138,7 @@ def padding(method: CreditMethod) -> None:
                 pad(rollouts.token_ids, 5), present, rollouts.group * 10 - 3, rollouts.reward,
                 mask=pad(rollouts.mask, False), old_logprob=pad(rollouts.old_logprob, NAN),
                 ref_logprob=pad(rollouts.ref_logprob, NAN), entropy=pad(rollouts.entropy, NAN),
-                boundary=pad(rollouts.boundary, True), names=rollouts.names,
+                boundary=pad(rollouts.boundary, True), names=rollouts.names, path=rollouts.path,
             )  # fmt: skip
             token = credit(method, again, entries).token
             assert torch.equal(token, whole), f"{side} padding to {width}"

@@ -95,7 +95,8 @@ def rows_batch(rows: Iterable[dict[str, Any]], seed: int = 0) -> Rollouts:
         columns["chars"].append(list(range(n)))
         columns["text"].append("x" * n if n < 12 else "x" * (n - 9) + r"\boxed{7}")
         edges = 1 + len(range(5, n, 9))
-        columns["path"].append((f"{row['group']}/{uid % 2}", *(f"{uid}.{d}" for d in range(1, edges))))
+        first = f"{row['group']}/{uid % 2}" if edges > 1 else str(uid)
+        columns["path"].append((first, *(f"{uid}.{d}" for d in range(1, edges))))
     return Rollouts.from_lists(
         columns["ids"], columns["group"], columns["reward"],
         mask=columns["mask"], entropy=columns["entropy"], old_logprob=columns["logprob"],

@@ -89,11 +89,11 @@ def cw_weights(batch: list[Response], advantage: Rows, logprob: Rows, scope: str
     for i, t in trainable(batch):
         scopes.setdefault(batch[i].group if scope == "group" else "", []).append((i, t))
     for tokens in scopes.values():
-        x, _ = spread_of([logprob[i][t] for i, t in tokens])
-        a, _ = spread_of([advantage[i][t] for i, t in tokens])
+        xs, advantages = [logprob[i][t] for i, t in tokens], [advantage[i][t] for i, t in tokens]
+        x, a = spread_of(xs)[0], spread_of(advantages)[0]
         c = [(logprob[i][t] - x) * (advantage[i][t] - a) for i, t in tokens]
         _, sigma = spread_of(c)
-        if sigma < 1e-12 * max(1.0, *map(abs, c)):
+        if sigma < 1e-12 or any(max(v) - min(v) <= 1e-8 * max(map(abs, v)) for v in (xs, advantages, c)):
             continue
         raw = [math.exp(-(v**2) / (2 * sigma**2)) for v in c]
         for (i, t), w in zip(tokens, raw, strict=True):

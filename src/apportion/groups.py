@@ -37,29 +37,45 @@ class GroupStats:
 
 
 def group_stats(rollouts: Rollouts, ddof: int = 1) -> GroupStats:
-    """Mean and standard deviation of each group's rewards, two-pass so that no float residue is left.
-
-    Rewards are added up in rising order, so that the order of the rows cannot change a bit.
+    """Statistics of each group's rewards over its scored members.
 
     Args:
         ddof: 1 divides by n−1 (sample; TRL, verl), 0 by n (population; SPO, AVSPO).
     """
-    groups = rollouts.groups
-    reward, order = rollouts.reward[rollouts.scored].double().sort()
-    group = rollouts.group[rollouts.scored][order]
+    reward, group = rollouts.reward[rollouts.scored].double(), rollouts.group[rollouts.scored]
+    return stats_by(reward, group, rollouts.groups, ddof)
 
-    def total(values: Tensor) -> Tensor:
-        return torch.zeros(groups, dtype=torch.float64).index_add_(0, group, values)
+
+def stats_by(values: Tensor, owner: Tensor, owners: int, ddof: int) -> GroupStats:
+    """Mean and standard deviation of each owner's values, two-pass so that no float residue is left.
+
+    Values are added up in rising order, so that their own order cannot change a bit.
+
+    Args:
+        values: [K] float64. owner: [K] int64 from 0 to `owners` − 1.
+    """
+    values, order = values.sort()
+    owner = owner[order]
+
+    def total(terms: Tensor) -> Tensor:
+        return torch.zeros(owners, dtype=torch.float64).index_add_(0, owner, terms)
 
     def extreme(how: str) -> Tensor:
-        return torch.zeros(groups, dtype=torch.float64).scatter_reduce_(0, group, reward, how, include_self=False)
+        return torch.zeros(owners, dtype=torch.float64).scatter_reduce_(0, owner, values, how, include_self=False)
 
-    count = total(torch.ones_like(reward))
-    mean = total(reward) / count.clamp(min=1)
-    high, low = extreme("amax"), extreme("amin")
-    collapsed = (high - low <= _EQUAL * high.abs().clamp(min=1)) | (count < 2)
-    variance = total((reward - mean[group]) ** 2) / (count - ddof).clamp(min=1)
+    count = total(torch.ones_like(values))
+    mean = total(values) / count.clamp(min=1)
+    collapsed = ~differ(extreme("amin"), extreme("amax")) | (count < 2)
+    variance = total((values - mean[owner]) ** 2) / (count - ddof).clamp(min=1)
     return GroupStats(mean, variance.sqrt().masked_fill(collapsed, 0.0), count, collapsed)
+
+
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """[K] bool: whether values are further apart than law 3's tolerance, relative to b where |b| is above 1.
+
+    NaN differs from nothing.
+    """
+    return (a - b).abs() > _EQUAL * b.abs().clamp(min=1)
 
 
 @dataclass(frozen=True)

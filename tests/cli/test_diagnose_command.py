@@ -1,6 +1,8 @@
 """`apportion diagnose`: its table and JSON, bad input, and the lines that sample from the embedded policy.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: the original token drawn again, a stop token drawn, a uniform of another stream; the seed
+not handed on; sampling without being asked; the embedded policy in place of the run's own; a budget spent twice or
+ignored; losses at high and low entropies swapped.
 """
 
 from __future__ import annotations
@@ -166,14 +168,15 @@ def test_sampling_stays_within_the_budget_and_says_what_it_spent(sampled: dict[s
     assert 0 <= lines["fork_variance"]["value"] <= 0.5
 
 
-def test_the_runs_own_model_and_the_same_seed_give_the_same(run: Path, sampled: dict[str, Any]) -> None:
+def test_the_runs_own_model_and_the_same_seed_give_the_same(run: Path) -> None:
     shutil.copytree(policy_path(), run / "model")
     try:
-        own = found(run, *SAMPLING)
-        assert own["lines"] == sampled["lines"]
-        assert own["spent"] == {**sampled["spent"], "model": str(run / "model")}
-        other = command(run, *SAMPLING, "--seed", 1).stdout
-        assert "generated tokens of at most 4,000, in" in other and f"model: {run / 'model'}" in other
+        few = [*SAMPLING, "--budget", 1500]
+        own, same = found(run, *few), found(run, *few, "--model", "embedded")
+        assert own["lines"] == same["lines"]
+        assert own["spent"] == {**same["spent"], "model": str(run / "model")}
+        other = command(run, *few, "--seed", 1).stdout
+        assert "generated tokens of at most 1,500, in" in other and f"model: {run / 'model'}" in other
         assert f"spent: {own['spent']['generated_tokens']:,} generated" not in other
     finally:
         shutil.rmtree(run / "model")
@@ -195,7 +198,12 @@ def test_another_token_is_drawn_from_what_the_policy_leaves(run: Path) -> None:
         drawn.append(bench.redraw(ids, original, key))
         assert drawn[-1] == expected
     assert len(set(drawn)) > 3
-    assert bench.cost.forward_tokens == 60 * len(ids)
+    # Where the response would end, it goes on all the same.
+    whole = tokenizer("47+8=?\n47+8=55\n\n#55")["input_ids"]
+    with torch.no_grad():
+        assert int(model(torch.tensor([whole])).logits[0, -1].argmax()) == tokenizer.eos_token_id
+    assert tokenizer.eos_token_id not in {bench.redraw(whole, 2, Key("r", k, "p", 0, 3)) for k in range(10)}
+    assert bench.cost.forward_tokens == 60 * len(ids) + 10 * len(whole)
     assert bench.limit == ArithmeticTask(4).max_response and bench.sampling.stop_ids == (tokenizer.eos_token_id,)
     assert bench.grade(["47+8*7-9+5=?\n"] * 2, [tokenizer(f"#{a}")["input_ids"] for a in ("81", "80")], ["", ""]) == [
         1,

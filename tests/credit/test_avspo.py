@@ -1,4 +1,12 @@
-"""AVSPO: which groups are repaired, with what, and how the threshold moves."""
+"""AVSPO: which groups are repaired, with what, and how the threshold moves.
+
+Planted in a copy of the package and seen caught here: K by ACR instead of its root, rounded down, or of the group's
+size instead of its rewards; repair at the threshold; each formula of virtual rewards off by one; a residue taken for a
+reward; statistics of the virtual rewards alone; `ddof` ignored; repaired groups left live; abstained members repaired;
+single rewards in the rate; a deviation compared with 0; negative rewards not mapped, their mean or scale not mapped
+back, or divided by a range of 0; the sign of ΔJ turned, its size used, a step at the first batch, no clipping, the mean
+forgotten; a mean whose last bit depends on the order of rows.
+"""
 
 from __future__ import annotations
 

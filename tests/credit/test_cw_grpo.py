@@ -1,4 +1,10 @@
-"""CW-GRPO: the weights, their scope and their mean."""
+"""CW-GRPO: the weights, their scope and their mean.
+
+Planted in a copy of the package and seen caught here: A or log π not centred; σ_c about 0; the factor 2 dropped;
+weights that grow with c; weights not normalised; exp that underflows; equal A, log π or c, or a σ_c of rounding, taken
+for a spread; equality by an absolute bound; masked tokens or responses without a reward in the scope; the two scopes
+swapped; an invariant that is always 0; `batch_wide` always False.
+"""
 
 from __future__ import annotations
 
@@ -96,12 +102,35 @@ def test_the_sign_of_the_advantage_does_not_matter() -> None:
     torch.testing.assert_close(CWGRPO().reweigh(rollouts, advantage), CWGRPO().reweigh(rollouts, -advantage))
 
 
-@pytest.mark.parametrize("size", [1.0, 1e6])
+@pytest.mark.parametrize("size", [1 / 7, 1e6 / 7])
 def test_equal_parts_leave_the_weights_at_1(size: float) -> None:
-    """Two tokens have the same c whatever they are; rounding must not make a deviation of it."""
-    rollouts = of_logprobs([[-0.1], [-2.3]], [1.0, 0.0], "pp")
-    advantage = torch.tensor([0.7, -0.9], dtype=torch.float64) * size
-    assert CWGRPO().reweigh(rollouts, advantage).tolist() == [1.0, 1.0]
+    """Two values of each, opposite: every c is the same. A mean over many is off by what the sum rounds."""
+    rollouts = of_logprobs([[-0.1] * 9000, [-2.3] * 9000], [1.0, 0.0], "pp")
+    advantage = torch.tensor([0.7, -0.9], dtype=torch.float64)[rollouts.row] * size
+    assert (CWGRPO().reweigh(rollouts, advantage) == 1).all()
+
+
+@pytest.mark.parametrize("size", [1 / 7, 1e6 / 7])
+def test_one_value_for_all_leaves_the_weights_at_1(size: float) -> None:
+    """Of the advantages, or of the log-probabilities (a host may give them in float64)."""
+    rollouts = of_logprobs([[-0.1, -1.0, -3.0] * 6000], [1.0], "p")
+    constant = torch.full((18000,), size, dtype=torch.float64)
+    assert (CWGRPO().reweigh(rollouts, constant) == 1).all()
+    flat = replace(rollouts, old_logprob=-constant)
+    assert (CWGRPO().reweigh(flat, torch.arange(18000, dtype=torch.float64)) == 1).all()
+
+
+def test_a_covariance_of_nothing_but_rounding_leaves_the_weights_at_1() -> None:
+    """σ_c < 1e-12."""
+    rollouts = of_logprobs(GOLDEN, [1.0, 0.0], "pp")
+    residue = torch.tensor([1.0, 0, -1, 2, 0, 1], dtype=torch.float64) * 1e-16
+    assert CWGRPO().reweigh(rollouts, residue).tolist() == [1.0] * 6
+
+
+def test_small_advantages_are_weighed_as_large_ones() -> None:
+    rollouts = of_logprobs(GOLDEN, [1.0, 0.0], "pp")
+    advantage = torch.tensor([1.0, 1, 1, -1, -1, -1], dtype=torch.float64)
+    torch.testing.assert_close(CWGRPO().reweigh(rollouts, advantage * 1e-9), CWGRPO().reweigh(rollouts, advantage))
 
 
 def test_a_covariance_far_above_its_deviation_underflows_to_nothing() -> None:

@@ -1,4 +1,12 @@
-"""EP-GRPO: its gate, its progress coordinate and what is standardised with what."""
+"""EP-GRPO: its gate, its progress coordinate and what is standardised with what.
+
+Planted in a copy of the package and seen caught here: the gate's slope turned; a sample deviation of entropies or
+inside a bucket; progress not gated; log π_ref − log π; λ dropped; direction by the advantage in collapsed groups, by
+the reward in the others, or of a rounding residue; buckets of the batch instead of the group; edges closed below;
+progress up to and without the token; rounding at an edge; masked tokens counted in t/T; masked tokens or responses
+without a reward in the statistics; a mean gate over masked tokens; negative entropies left in; W = 1 where σ_H is 0;
+θ_r ignored.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +113,7 @@ def test_rounding_moves_no_token_into_the_next_bucket() -> None:
 
 
 def test_without_entropy_progress_is_the_place_among_trainable_tokens() -> None:
-    """τ = t/T with T = 3 in both rows, masked tokens not counted: bucket 0 has .5 and 3, 1 has 1 and .25, 2 has 2 and 5.
+    """τ = t/T with T = 3 in both rows, masked tokens not counted: signals .5 and 3, then 1 and .25, then 2 and 5.
 
     All are right, so A = 0 and d = 1; a pair is ±1 when standardised; W = .5, η = .1. −.005 is a bf16 engine's 0.
     """

@@ -1,4 +1,10 @@
-"""Step-verified credit: φ of each step and the token it is laid on."""
+"""Step-verified credit: φ of each step and the token it is laid on.
+
+Planted in a copy of the package and seen caught here: the mean outcome not taken off; the failed step counted before
+its failure; the last failure taken for the first; a proof right by its steps alone or by its outcome alone; verdicts on
+masked tokens; first and last swapped; a step that reaches into the next response; one token late; steps of responses
+without a reward counted; verdicts not demanded.
+"""
 
 from __future__ import annotations
 

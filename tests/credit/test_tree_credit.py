@@ -5,9 +5,10 @@ leaves; a node known by group and id without its prefix; keys of nodes that coll
 child; the edge laid on its start instead of its end; a root id read as an edge; a node without ends given one worth
 0; ends left out of the siblings; no tolerance for equal values; ddof or ε ignored; a response's first token that
 opens no segment; a path too long for its response; empty responses checked; roots compared across groups; abstained
-responses paid, counted as 0, or counted among the leaves; the sign; the leave-one-out factor upside down; TreePO
-without depth 0, with the whole group twice, with a leaf as its own subgroup, with the size switch reversed; whitening
-over masked tokens or without collapsed groups; collapsed groups paid; `batch_wide` denied.
+responses paid, counted as 0, or counted among the leaves or the edges; an edge at its parent's value up to rounding
+not 0; the sign; the leave-one-out factor upside down; TreePO without depth 0, with the whole group twice, with a leaf
+as its own subgroup, with the size switch reversed; whitening over masked tokens or without collapsed groups;
+collapsed groups paid; `batch_wide` denied.
 """
 
 from __future__ import annotations
@@ -162,7 +163,9 @@ def test_what_has_no_reward_or_no_trainable_token_is_no_leaf() -> None:
     leaves = [leaf("a", 1.0), *rest, leaf("c", 0.0)]
     for method in (SPOTree(), TreePO(whiten=False)):
         assert rows_of(method, leaves) == [[0.5], [0], [0, 0], [0, 0], [0, 0], [-0.5]]
-    cut = credit_of(SPOTree(), batch_of(leaves)).segments
+    credit = credit_of(SPOTree(), batch_of(leaves))
+    assert credit.counts == {"edges": 2, "zero_edges": 0}
+    cut = credit.segments
     assert cut is not None and cut.samples.tolist() == [2, 2, 2, 0, 2, 2, 2] and not cut.stderr.isnan().any()
 
 

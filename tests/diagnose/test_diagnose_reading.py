@@ -1,6 +1,9 @@
 """A recorded step comes back as it was; its steps are labelled by whoever can; its lines say what is missing.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: the stop token's text checked as a step; a step right where only its second half is; a
+step verifier's verdicts passed over; one prompt taken for two in two steps; half-empty columns kept; the first steps
+for the last; truncation lost; the method's credit beside itself in place of the base's; shrinkage ignored; readings
+counted as probes; earlier steps forgotten.
 """
 
 from __future__ import annotations
@@ -175,9 +178,8 @@ def test_steps_that_start_in_one_token_hold_where_both_do(tmp_path: Path) -> Non
     step = read_step(write(tmp_path, batch), 1)
     for ok in ((True, False), (False, True), (True, True)):
         # Characters 3 and 5 both lie inside the second token, so the third is the first that starts there or later.
-        labels = step_labels(
-            step, lambda prompts, texts, ok=ok: [[(0, True), (3, ok[0]), (5, ok[1]), (8, False)], None]
-        )
+        verdicts = [[(0, True), (3, ok[0]), (5, ok[1]), (8, False)], None]
+        labels = step_labels(step, lambda prompts, texts, verdicts=verdicts: verdicts)
         assert not isinstance(labels, str)
         assert list(zip(labels.start.tolist(), labels.ok.tolist(), strict=True)) == [(0, True), (2, all(ok))]
         assert labels.given.tolist() == [True, False]

@@ -1,6 +1,12 @@
 """Fork variance, capture and token informativeness with a policy that is a table, so that every value is known.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: ddof 0 within and between forks; noise not taken off; no floor; the top-ranked boundary in
+the random one's mean or alone below; the lowest taken for the top; a fork that ended continued; a known value with an
+error; a fork with one graded continuation kept; forks that share a stream; ProbePO's shortlist kept; another method's
+settings used; a budget overrun, or not refilled by what is saved; the prompt counted against T_max; earlier steps
+first; one group drained first; continuations in the engine's order; high entropies taken for low; half-right
+responses perturbed; stop tokens, masked ones or the last one perturbed; the kept token swapped too; a loss upside
+down, or one side of it alone.
 """
 
 from __future__ import annotations
@@ -136,6 +142,18 @@ def test_what_the_verifier_abstains_on_is_left_out() -> None:
     # Three forks: GOOD, BAD, GOOD; all of BAD is lost, and the others are worth 1 each.
     states, lost = measure_forks([unit(step, 4)], bench(two_forks, abstaining), settings, 1_000)
     assert lost == 0 and states[0].variance == 0
+
+    def thin(request: Request, m: int) -> list[int]:
+        """Forks that begin GOOD, BAD, ODD; after ODD only the first continuation can be graded."""
+        if request.budget == 2:
+            return [(GOOD, BAD, ODD)[m], ODD]
+        first = request.prefix_ids[-2]
+        return [GOOD if first == GOOD or (first == ODD and m == 0) else first, STOP]
+
+    # Worth 1 and 0; of the third no variance can be told, and it is left out as well.
+    graded = bench(thin, lambda ids: None if ids[-2] == ODD else last_before_stop(ids))
+    states, lost = measure_forks([unit(step, 4)], graded, settings, 1_000)
+    assert lost == 0 and states[0].variance == pytest.approx(0.5)
     states, lost = measure_forks([unit(step, 4)], bench(two_forks, lambda ids: None), settings, 1_000)
     assert (states, lost) == ([], 1)
 

@@ -1,6 +1,8 @@
 """Ratios and rank correlations: hand numbers, plain loops over the same draws, and what has no number.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: ties ranked by the higher rank; ranks centred on n/2; units resampled in place of prompts
+(ratio and correlation); one-sided quantiles; an interval of width 0; an interval from two prompts; an interval from
+resamples that mostly have no value; a correlation of a constant.
 """
 
 from __future__ import annotations

@@ -2,13 +2,18 @@
 
 Hand numbers come from a bigram model: after the cue 3 comes 1 with 1/2, after 1 comes 2 with 2/3.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: positions that restart in a branch, or an answer at its cue's; a branch that sees the
+trunk one token or wholly beyond its end, another branch, another answer, its own future, or no cue; another row's
+trunk; the column before the cue's last, or later tokens a column early; without a cue a position late; the cue
+scored; T not applied; the worst answer, or a mean over its tokens; windows and ALiBi packed; either limit ignored;
+the response's end refused; empty answers and prompts let in; training mode or gradients left on.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -256,3 +261,13 @@ def test_requests_that_cannot_be_answered(change: dict, field: str) -> None:
 
 MODEL = llama()
 EXPECTED = slowly(MODEL, requests())
+
+
+def test_per_token_prefers_the_long_answer_whose_tokens_are_likelier() -> None:
+    """After 3 comes 1 with 3/6, then 2 with 8/12, then 0 with 5/8: (1, 2, 0) has 5/24, whose cube root is .593; (1)
+    has 1/2. As wholes 1/2 is the larger one, a token the other."""
+    asked = BeliefRequest(key("p"), (0, 3), 1, (1,), (), ((1,), (1, 2, 0)))
+    scorer = Scorer(bigram(), pad_id=0)
+    whole, mean = (next(beliefs(scorer, [replace(asked, per_token=each)])).values for each in (False, True))
+    assert whole.exp().item() == pytest.approx(1 / 2)
+    assert mean.exp().item() == pytest.approx((5 / 24) ** (1 / 3))

@@ -3,7 +3,10 @@
 Hand numbers come from a bigram model: after the cue 3 comes 1 with 3 of 6, after 1 comes 2 with 8 of 12, after 2
 comes 0 with 5 of 8, and 0 stops.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: a sum of entropies, or one without the stop token's; distinct answers that weigh alike;
+one sampled answer read; a geometric mean of the gold's tokens; conf and acc swapped; the probes' random streams, or
+one for all positions; sampling without the cue; temperatures that differ; generated tokens of the last result only,
+continuations counted for tokens, forwards of the engine not counted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Grounding in the prompt equals three plain forwards a response; the model is left as it was.
 
-Planted faults seen caught: PLANTED
+Planted faults seen caught: KL(q ‖ p); the exponent's sign; blank and disturbed prompts swapped, or of another
+request; columns or spans late by one; 0·ln 0; temperature left out; a chunk without its cache, or that runs the
+opening again; either limit ignored, two of three rows not counted; lengths not checked; evaluation mode kept over a
+yield; float32 readings.
 """
 
 from __future__ import annotations

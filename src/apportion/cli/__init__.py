@@ -8,6 +8,7 @@ import typer
 
 from apportion.cli import info, interchange, training
 from apportion.cli.diagnose import diagnose
+from apportion.cli.evaluate import compare_evaluations, evaluate
 from apportion.cli.inspect import inspect
 from apportion.cli.shared import Commands
 
@@ -20,7 +21,7 @@ app = typer.Typer(
 )
 
 for command in (
-    training.demo, training.train, inspect, diagnose,
+    training.demo, training.train, inspect, diagnose, evaluate, compare_evaluations,
     interchange.plan, interchange.assign, interchange.grade,
     info.methods, info.doctor,
 ):  # fmt: skip

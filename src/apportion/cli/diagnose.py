@@ -93,7 +93,9 @@ def _print(report: Report) -> None:
         interval = "–" if e.interval is None else " … ".join(map(_number, e.interval))
         counted = "–" if e.value is None else f"{e.n:,} {line.about.of}"
         typer.echo(f"{line.name:<{names}}  {_number(e.value):>8}  {interval:<18}  {counted}")
-        typer.echo(textwrap.fill(_sentence(line), 80, initial_indent="    ", subsequent_indent="    "))
+        # A method's name is not broken at its hyphen.
+        wrapped = textwrap.wrap(_sentence(line), 76, break_on_hyphens=False)
+        typer.echo(textwrap.indent("\n".join(wrapped), "    "))
     first, last, count = report.steps[0], report.steps[-1], len(report.steps)
     typer.echo(f"steps: {count}, from {first} to {last}" if count > 1 else f"step: {first}")
     if spent := report.spent:

@@ -63,7 +63,7 @@ class AVSPO(BaseEstimator):
     repairs: ClassVar[bool] = True
     learns_when_collapsed: ClassVar[bool] = True
     paper: ClassVar[str] = "AVSPO, arXiv 2605.21125"
-    marks: ClassVar[str] = "[note]; negative rewards mapped to 0 … 1, threshold clipped [ours]"
+    marks: ClassVar[str] = "[note]; negative rewards mapped to 0 to 1, threshold clipped [ours]"
 
     ddof: int = Field(0, ge=0, le=1, description="σ: 1 sample, 0 population")
     epsilon: float = Field(1e-8, ge=0, allow_inf_nan=False, description="added to σ")
@@ -104,7 +104,8 @@ class AVSPO(BaseEstimator):
 
     def _repair(self, rollouts: Rollouts) -> _Repair:
         count, acr = group_stats(rollouts).count, collapse_rate(rollouts)
-        wanted = torch.ceil(count * acr**0.5 - _HAIR).clamp(min=1).minimum(count)
+        # From 1 to G as it is, because ACR is above 0 and at most 1 where it exceeds the threshold.
+        wanted = torch.ceil(count * acr**0.5 - _HAIR)
         virtual = torch.where(_collapsed(rollouts) & (acr > self.threshold), wanted, 0.0).long()
         low, span = _range(rollouts)
         real, group = (rollouts.reward.double()[rollouts.scored] - low) / span, rollouts.group[rollouts.scored]

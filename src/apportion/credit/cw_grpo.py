@@ -22,12 +22,13 @@ class CWGRPO(Reweighting):
     """CW-GRPO: A_t = w_t·A_i with w_t = exp(−c_t²/(2σ_c²)), c_t the token's part of the covariance with A.
 
     c_t = (log π_t − mean log π)(A_t − mean A) over the tokens of the scope, σ_c the population deviation of c, which
-    leaves no hyper-parameter; then w ← w·N/Σw over the scope's N tokens [note]. The scope is the prompt group
-    [ours], or the batch. σ_c < 1e-12: w = 1; for |c| above 1 the bound grows with it [ours], as rounding does.
+    leaves no hyper-parameter; then w ← w·N/Σw over the scope's N tokens; σ_c < 1e-12: w = 1 [note]. The scope is the
+    prompt group [ours], or the batch.
 
-    The tokens of a scope are the trainable ones of responses with a reward. After another method A is that method's
-    token advantage [ours]. Weights are computed relative to the scope's largest, which the last step cancels, so
-    that none is lost below float64.
+    [ours]: w = 1 too where the scope's log π, its A or its c are all equal to 1e-8 of their size, as rounding would
+    make the weights there; the tokens of a scope are the trainable ones of responses with a reward; after another
+    method A is that method's token advantage. Weights are computed relative to the scope's largest, which the last
+    step cancels, so that none is lost below float64.
 
     Source: covariance-weighted GRPO, arXiv 2605.11538. Numbers [note]: log π = (−.1, −2, −.05, −.3, −1.5, −.2),
     A = (1, 1, 1, −1, −1, −1): c = (.5917, −1.3083, .6417, −.3917, .8083, −.4917), σ_c = .7658,
@@ -51,10 +52,12 @@ class CWGRPO(Reweighting):
                 f"{self.name}: old_logprob", "none", "one value a token", "give `old_logprob` for every row"
             )
         use, scope, scopes = self._scope(rollouts)
-        near = _deviations(rollouts.old_logprob.double()[use], scope, scopes)
-        c = near * _deviations(advantage[use], scope, scopes)
+        logprob, spread = rollouts.old_logprob.double()[use], advantage[use]
+        c = _deviations(logprob, scope, scopes) * _deviations(spread, scope, scopes)
         deviation = _mean(_deviations(c, scope, scopes) ** 2, scope, scopes).sqrt()
-        flat = deviation < 1e-12 * _extreme(c.abs(), scope, scopes, "amax").clamp(min=1)
+        flat = deviation < 1e-12
+        for values in (logprob, spread, c):
+            flat |= _equal(values, scope, scopes)
         exponent = c**2 / (2 * deviation.masked_fill(flat, 1.0)[scope] ** 2)
         raw = torch.exp(_extreme(exponent, scope, scopes, "amin")[scope] - exponent)
         weight = torch.ones_like(advantage)
@@ -64,7 +67,7 @@ class CWGRPO(Reweighting):
     def invariants(self, rollouts: Rollouts, weight: Tensor) -> Mapping[str, float]:
         """`mean_weight`: the largest distance of a scope's mean weight from 1."""
         use, scope, scopes = self._scope(rollouts)
-        gap = (_mean(weight[use] - 1, scope, scopes)).abs()
+        gap = _mean(weight[use] - 1, scope, scopes).abs()
         return {"mean_weight": float(gap.max()) if scopes else 0.0}
 
     def _scope(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, int]:
@@ -84,6 +87,12 @@ def _mean(values: Tensor, scope: Tensor, scopes: int) -> Tensor:
 def _deviations(values: Tensor, scope: Tensor, scopes: int) -> Tensor:
     """Each value's distance from the mean of its scope."""
     return values - _mean(values, scope, scopes)[scope]
+
+
+def _equal(values: Tensor, scope: Tensor, scopes: int) -> Tensor:
+    """[G] bool: a scope's values are equal to 1e-8 of the largest. Their mean may be off by what a sum rounds."""
+    largest = _extreme(values.abs(), scope, scopes, "amax")
+    return _extreme(values, scope, scopes, "amax") - _extreme(values, scope, scopes, "amin") <= 1e-8 * largest
 
 
 def _extreme(values: Tensor, scope: Tensor, scopes: int, how: Literal["amax", "amin"]) -> Tensor:

@@ -13,8 +13,8 @@ from pydantic import Field, PositiveInt
 from apportion.credit.boundaries import per_token
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit, Segments
-from apportion.credit.tree import child_stats, differ, edges_of, leaves_below, node_values, tree_of
-from apportion.groups import Base
+from apportion.credit.tree import child_stats, edges_of, leaves_below, node_values, tree_of
+from apportion.groups import Base, differ
 from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
 

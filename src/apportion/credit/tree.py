@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from apportion.errors import InputError
-from apportion.groups import GroupStats
+from apportion.groups import GroupStats, stats_by
 from apportion.rollouts import Rollouts
-
-# Values this close, relative to their size, are equal.
-_EQUAL = 1e-8
 
 
 @dataclass(frozen=True)
@@ -165,28 +162,6 @@ def child_stats(tree: Tree, value: Tensor, end: Tensor, ddof: int) -> GroupStats
     child, parent = torch.cat([value, end]), torch.cat([tree.parent, torch.arange(len(tree))])
     known = ~torch.isnan(child) & (parent >= 0)
     return stats_by(child[known], parent[known], len(tree), ddof)
-
-
-def stats_by(values: Tensor, owner: Tensor, owners: int, ddof: int) -> GroupStats:
-    """`groups.GroupStats` of [K] float64 values that belong to [K] owners from 0 to `owners` − 1."""
-
-    def total(terms: Tensor) -> Tensor:
-        return torch.zeros(owners, dtype=torch.float64).index_add_(0, owner, terms)
-
-    def extreme(how: str) -> Tensor:
-        return torch.zeros(owners, dtype=torch.float64).scatter_reduce_(0, owner, values, how, include_self=False)
-
-    count = total(torch.ones_like(values))
-    mean = total(values) / count.clamp(min=1)
-    high, low = extreme("amax"), extreme("amin")
-    equal = ~differ(low, high)
-    variance = total((values - mean[owner]) ** 2) / (count - ddof).clamp(min=1)
-    return GroupStats(mean, variance.sqrt().masked_fill(equal, 0.0), count, equal)
-
-
-def differ(a: Tensor, b: Tensor) -> Tensor:
-    """[K] bool: whether values are further apart than law 3's tolerance (methods.md). NaN differs from nothing."""
-    return (a - b).abs() > _EQUAL * b.abs().clamp(min=1)
 
 
 def leaves_below(tree: Tree, scored: Tensor) -> Tensor:

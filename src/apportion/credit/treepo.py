@@ -14,8 +14,8 @@ from torch import Tensor
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit
 from apportion.credit.reinforce_pp import whiten
-from apportion.credit.tree import stats_by, tree_of
-from apportion.groups import Base
+from apportion.credit.tree import tree_of
+from apportion.groups import Base, stats_by
 from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
 

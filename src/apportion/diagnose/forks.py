@@ -176,12 +176,9 @@ def _fork_values(
     """For each state the value and v/m of each of its forks."""
     roots = [Prefix.of(unit.recorded, unit.row, unit.positions[k], "fork") for unit, k in where]
     forks: list[tuple[int, Prefix, bool]] = []
-    for k, (root, found) in enumerate(
-        zip(roots, bench.continued(roots, settings.forks, settings.fork_tokens), strict=True)
-    ):
+    for k, found in enumerate(bench.continued(roots, settings.forks, settings.fork_tokens)):
         for c in found:
-            # Two forks may reach the same length of a response, from one boundary or from two.
-            fork = root.followed(c.token_ids, f"fork/{len(root.ids)}/{c.m}")
+            fork = roots[k].followed(c.token_ids, f"fork/{c.m}")
             forks.append((k, fork, c.finish == "stop" or not bench.room(fork)))
     out: list[list[tuple[float, float]]] = [[] for _ in where]
     ended, going = ([(k, fork) for k, fork, over in forks if over is side] for side in (True, False))

@@ -196,12 +196,11 @@ def step_labels(recorded: Recorded, checker: Checker | str) -> StepLabels | str:
 def response_texts(rollouts: Rollouts) -> list[str]:
     """What each response says, without the text of the stop token that ends it."""
     assert rollouts.text is not None and rollouts.char_start is not None
-    texts = []
-    for text, end, length, cut in zip(
-        rollouts.text, rollouts.offsets[1:].tolist(), rollouts.length.tolist(), rollouts.truncated.tolist(), strict=True
-    ):
-        texts.append(text if cut or not length else text[: int(rollouts.char_start[end - 1])])
-    return texts
+    whole = (rollouts.truncated | (rollouts.length == 0)).tolist()
+    return [
+        (text or "")[: None if uncut else int(rollouts.char_start[end - 1])]
+        for text, end, uncut in zip(rollouts.text, rollouts.offsets[1:].tolist(), whole, strict=True)
+    ]
 
 
 def belief_of(recorded: Recorded) -> Belief | None:

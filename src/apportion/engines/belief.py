@@ -33,5 +33,6 @@ def beliefs(scorer: Scorer, requests: Sequence[BeliefRequest]) -> Iterator[Readi
         ends = ends_of(request)
         asked.append(Forced(request.ids, request.cue_ids, ends, (request.answers,) * len(ends)))
     for i, read in forced(scorer, asked):
-        best_K = [max(sum(logprob) for logprob, _ in answers) for answers in read]
+        whole = not requests[i].per_token
+        best_K = [max(sum(logprob) / (1 if whole else len(logprob)) for logprob, _ in answers) for answers in read]
         yield Reading(requests[i].key, torch.tensor(best_K, dtype=torch.float64))

@@ -20,7 +20,7 @@ from apportion.errors import InputError
 def confidences(
     engine: ContinuationEngine, scorer: Scorer, requests: Sequence[ConfidenceRequest], sampling: Sampling
 ) -> Iterator[Reading]:
-    """Conf and acc at each position (SPAE, arXiv 2601.03823) [paper].
+    """Conf and acc at each position (SPAE, arXiv 2601.03823) [note].
 
     conf = mean over the sampled answers of exp(−mean entropy of the distributions that produced its tokens, the
     stop token's included); acc = mean over the gold answer's tokens of their probabilities, teacher forced. Both

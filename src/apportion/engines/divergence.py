@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from apportion.engines.base import DivergenceRequest, Reading
+from apportion.engines.logprobs import check
 from apportion.engines.scoring import Scorer
 from apportion.errors import InputError
 
@@ -38,8 +39,7 @@ def divergences(scorer: Scorer, requests: Sequence[DivergenceRequest]) -> Iterat
         InputError: a prompt without tokens, or another prompt of another length.
     """
     for request in requests:
-        if not 1 <= request.prompt <= len(request.ids):
-            raise InputError(f"prompt of {request.key}", request.prompt, f"1 to the {len(request.ids)} ids")
+        check(request)
         for name, ids in (("blank_ids", request.blank_ids), ("disturbed_ids", request.disturbed_ids)):
             if len(ids) != request.prompt:
                 raise InputError(

@@ -45,8 +45,8 @@ def scored(scorer: Scorer, sequences: Sequence[tuple[Sequence[int], int]]) -> It
     """Log-probabilities and entropies of `ids[start:]` of each (ids, start), start at least 1.
 
     No tensor of logits holds more than `max_logits` numbers, or one row of logits where that is more. Where a
-    forward would need more, it goes on from a cache, and no token is computed twice. Linear attention cannot go
-    on by several tokens: such a model reads the opening again.
+    forward would need more, it goes on from a cache, and no token is computed twice. Not all linear attention can
+    go on by several tokens (Mamba's cannot): a model that has some reads the opening again.
 
     Yields:
         The index of the sequence and two [T] float32 tensors on the CPU, longest sequences first.

@@ -83,7 +83,7 @@ class Scorer:
 
     @property
     def continues(self) -> bool:
-        """Whether several tokens can go on from a cache at once: linear attention's may take them one by one."""
+        """Whether several tokens can go on from a cache at once: some linear attention takes them one by one."""
         return self.sliceable(0)
 
     def sliceable(self, longest: int) -> bool:

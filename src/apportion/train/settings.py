@@ -116,9 +116,10 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
         if not dot:
             raise InputError("--set", repr(key), "section.key=value, for example method.budget=24 or run.steps=50")
         _check_keys(section, {name: value})
-        table, own, last = data.setdefault(section, {}), *name.rpartition(".")[::2]
         # Of a pipeline `method.STAGE.SETTING`, over the stage's table in the file.
-        (table.setdefault(own, {}) if own else table)[last] = value
+        stage, _, last = name.rpartition(".")
+        table = data.setdefault(section, {})
+        (table.setdefault(stage, {}) if stage else table)[last] = value
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:
@@ -133,17 +134,21 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
         raise InputError(f"method.{wrong}", "an unknown key", "name, or a setting of the method, did you mean 'name'?")
     # The resolved file names every setting, so that a later change of a default cannot change a recorded run.
     # In JSON's types, which are TOML's: a tuple would come back as a list.
-    given = {**_task_settings(names, config.data), **settings} if len(names) == 1 else settings
+    given = _with_task_settings(names, settings) if config.data.path is None else settings
     resolved = json.loads(json.dumps(dict(make_method(name, given).settings)))
     return config.model_copy(update={"method": {"name": name, **resolved}})
 
 
-def _task_settings(names: Sequence[str], data: DataSection) -> dict[str, Any]:
-    """Defaults of a method's settings that fit the generated task: how it states an answer, and its short responses."""
-    if data.path is not None:
-        return {}
-    own = method_class(names[0]).model_fields
-    return {key: value for key, value in _TASK_SETTINGS.get(names[0], {}).items() if key in own}
+def _with_task_settings(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings over those that fit the generated tasks: how they state an answer, and their short responses."""
+    if len(names) == 1:
+        return {**_TASK_SETTINGS.get(names[0], {}), **settings}
+    found = dict(settings)
+    for name in names:
+        own = settings.get(name, {})
+        if name in _TASK_SETTINGS and isinstance(own, Mapping):
+            found[name] = {**_TASK_SETTINGS[name], **own}
+    return found
 
 
 def resume_config(folder: Path) -> RunConfig:

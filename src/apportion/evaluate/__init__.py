@@ -1,0 +1,9 @@
+"""Evaluation: avg@n, pass@k and maj@k on problem sets, with intervals, and paired comparisons of models."""
+
+from apportion.evaluate.benches import AVG6, BENCHES, Columns, load_sets
+from apportion.evaluate.compare import compare
+from apportion.evaluate.plan import Settings
+from apportion.evaluate.policy import Policy, open_policy
+from apportion.evaluate.run import evaluate
+
+__all__ = ["AVG6", "BENCHES", "Columns", "Policy", "Settings", "compare", "evaluate", "load_sets", "open_policy"]
