@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import conformance
 from apportion.credit.method import CreditMethod
 from apportion.credit.record import Conserves, Credit
 from apportion.credit.registry import make_method, method_names
@@ -19,7 +18,7 @@ from apportion.groups import Base
 from apportion.measure.evidence import Evidence
 from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
+from apportion.testing import LAWS, Law, laws
 
 # Settings that take another path through a method.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -138,24 +137,24 @@ class ProbesAnything(Own):
 
 
 BROKEN: list[tuple[type[Own], Law]] = [
-    (ByRowNumber, conformance.row_order),
-    (ByGroupNumber, conformance.group_names),
-    (LeaksAcrossGroups, conformance.micro_batches),
-    (LeaksAcrossGroups, conformance.one_group_alone),
-    (CountsTheMissing, conformance.abstained),
-    (CountsTheMissing, conformance.untrainable_rows),
-    (PaysTheAbstained, conformance.abstained),
-    (PaysTheAbstained, conformance.no_rewards),
-    (LearnsFromEqualRewards, conformance.equal_rewards),
-    (LearnsFromEqualRewards, conformance.group_of_one),
-    (ReadsMaskedTokens, conformance.masked_tokens),
-    (KeepsNothing, conformance.conservation),
-    (Forgets, conformance.determinism),
-    (WritesIntoItsBase, conformance.inputs_untouched),
-    (Loops, conformance.no_loop_over_responses),
-    (Attached, conformance.detached),
-    (ProbesAnything, conformance.plan_sound),
-    (ProbesAnything, conformance.equal_rewards),
+    (ByRowNumber, laws.row_order),
+    (ByGroupNumber, laws.group_names),
+    (LeaksAcrossGroups, laws.micro_batches),
+    (LeaksAcrossGroups, laws.one_group_alone),
+    (CountsTheMissing, laws.abstained),
+    (CountsTheMissing, laws.untrainable_rows),
+    (PaysTheAbstained, laws.abstained),
+    (PaysTheAbstained, laws.no_rewards),
+    (LearnsFromEqualRewards, laws.equal_rewards),
+    (LearnsFromEqualRewards, laws.group_of_one),
+    (ReadsMaskedTokens, laws.masked_tokens),
+    (KeepsNothing, laws.conservation),
+    (Forgets, laws.determinism),
+    (WritesIntoItsBase, laws.inputs_untouched),
+    (Loops, laws.no_loop_over_responses),
+    (Attached, laws.detached),
+    (ProbesAnything, laws.plan_sound),
+    (ProbesAnything, laws.equal_rewards),
 ]
 
 

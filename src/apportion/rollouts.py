@@ -251,6 +251,15 @@ class Rollouts:
         total = self.row_sum(torch.where(self.mask, values.double(), 0.0))
         return total / self.trainable.clamp(min=1)
 
+    def unstopped_text(self) -> list[str]:
+        """R texts without that of the stop token, which ends the last step and is no part of it."""
+        assert self.text is not None and self.char_start is not None
+        uncut = (self.truncated | (self.length == 0)).tolist()
+        return [
+            (text or "")[: None if whole else int(self.char_start[end - 1])]
+            for text, end, whole in zip(self.text, self.offsets[1:].tolist(), uncut, strict=True)
+        ]
+
     def name(self, row: int) -> str:
         """How messages and records call the group of a response."""
         group = int(self.group[row])

@@ -138,7 +138,7 @@ def test_settings_of_every_type(tmp_path: Path) -> None:
     chosen = ["--set", "placement=random", "--set", "budget=2", "--set", "samples=1", "--set", "seed=3"]
     result = run("plan", path, "-m", "probepo", *chosen)
     assert [set(r) for r in objects(result.stdout)] == [
-        {"group", "row", "position", "samples", "score", "shared_with"}
+        {"group", "row", "position", "samples", "kind", "score", "shared_with"}
     ] * 2
     whitened = run("assign", GOLDEN / "vineppo.in.jsonl", "-m", "vineppo", "--set", "whiten=true", "--set", "ddof=0")
     (got,) = objects(whitened.stdout)

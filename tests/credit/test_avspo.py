@@ -25,7 +25,7 @@ from apportion.credit.registry import make_method
 from apportion.groups import Base, group_stats, grpo_base
 from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
+from apportion.testing.laws import LAWS, Law
 from strategies import Batch, batches
 
 VARIANTS: list[dict[str, Any]] = [{}, {"threshold": 0.0}, {"threshold": 0.2, "ddof": 1, "epsilon": 1e-4}]

@@ -22,7 +22,7 @@ from apportion.errors import InputError
 from apportion.groups import grpo_base
 from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
+from apportion.testing.laws import LAWS, Law
 from strategies import Batch, batches
 
 VARIANTS: list[dict[str, Any]] = [{}, {"scope": "batch"}]

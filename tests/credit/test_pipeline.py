@@ -38,9 +38,9 @@ from apportion.errors import InputError
 from apportion.groups import Base, grpo_base
 from apportion.measure.evidence import Continuations, Evidence
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
-from conformance_tools import credit as credit_of
-from conformance_tools import mixed_batch
+from apportion.testing.laws import LAWS, Law
+from apportion.testing.tools import credit as credit_of
+from apportion.testing.tools import mixed_batch
 from strategies import Batch, batches
 
 LAWFUL: list[tuple[str, dict[str, Any]]] = [

@@ -23,7 +23,7 @@ from apportion.groups import Base
 from apportion.measure.evidence import Evidence
 from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
-from conformance_tools import Entries, answered, evidence_of
+from apportion.testing.tools import Entries, answered, evidence_of
 
 
 def plan(method: ProbePO, rollouts: Rollouts) -> list[Job]:

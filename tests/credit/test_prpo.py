@@ -25,8 +25,8 @@ from apportion.groups import Base
 from apportion.measure.evidence import Evidence, Importance
 from apportion.measure.plan import DivergenceJob
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
-from conformance_tools import measure, mixed_batch
+from apportion.testing.laws import LAWS, Law
+from apportion.testing.tools import measure, mixed_batch
 from strategies import Batch, batches
 
 SETTINGS: list[CreditMethod] = [

@@ -28,8 +28,8 @@ from apportion.errors import InputError
 from apportion.measure.evidence import Confidence, Evidence
 from apportion.measure.plan import ConfidenceJob
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
-from conformance_tools import measure, mixed_batch
+from apportion.testing.laws import LAWS, Law
+from apportion.testing.tools import measure, mixed_batch
 from strategies import Batch, batches
 
 SETTINGS: list[CreditMethod] = [

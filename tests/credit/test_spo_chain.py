@@ -23,7 +23,7 @@ from apportion.errors import InputError
 from apportion.measure.evidence import Continuations, Evidence
 from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
+from apportion.testing.laws import LAWS, Law
 from strategies import Batch, batches
 
 P = [0.95, 0.5, 0.99, 0.8, 0.3, 0.97, 0.6]

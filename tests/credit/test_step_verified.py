@@ -21,7 +21,7 @@ from apportion.errors import InputError
 from apportion.groups import Base, grpo_base
 from apportion.measure.evidence import Evidence, StepLabels
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
+from apportion.testing.laws import LAWS, Law
 from strategies import Batch, batches
 
 VARIANTS: list[dict[str, Any]] = [

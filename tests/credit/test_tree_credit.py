@@ -32,7 +32,7 @@ from apportion.credit.treepo import TreePO
 from apportion.errors import InputError
 from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
-from conformance import LAWS, Law
+from apportion.testing.laws import LAWS, Law
 from reference_trees import Leaf
 from strategies import NAN, REWARDS, Batch, batches
 

@@ -15,7 +15,7 @@ from apportion.errors import InputError
 from apportion.measure.evidence import Evidence
 from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
-from conformance_tools import Entries, evidence_of
+from apportion.testing.tools import Entries, evidence_of
 
 
 def two_prompts() -> Rollouts:

@@ -21,7 +21,6 @@ from apportion.diagnose.reading import (
     checker_of,
     choose_steps,
     read_step,
-    response_texts,
     rollouts_of,
     run_config,
     step_labels,
@@ -158,7 +157,7 @@ def test_records_that_do_not_fit_together(tmp_path: Path) -> None:
 
 def test_the_stop_tokens_text_is_no_part_of_the_answer() -> None:
     batch = chain_batch([RIGHT, RIGHT], [1, 1], truncated=[False, True])
-    assert response_texts(batch) == [RIGHT, RIGHT + "<eos>"]
+    assert batch.unstopped_text() == [RIGHT, RIGHT + "<eos>"]
 
 
 def test_labels_of_the_embedded_task(tmp_path: Path) -> None:

@@ -15,18 +15,21 @@ import typer
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show this method's settings.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show its settings; of a pipeline (a,b) those of each.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, settings included.")] = False,
 ) -> None:
     """List the credit methods: what each needs, conserves and costs, and where its rule comes from."""
-    from apportion.credit.registry import method_class, method_names
+    from apportion.credit.registry import method_class, method_names, method_names_of
 
-    found = [_about(method_class(each)) for each in ([name] if name else method_names())]
+    found = [_about(method_class(each)) for each in (method_names_of(name) if name else method_names())]
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     elif name:
-        rows = [[key, *map(str, setting.values())] for key, setting in found[0]["settings"].items()]
-        _table(f"Settings of {name}", ["setting", "default", "meaning"], rows)
+        for each in found:
+            rows = [[key, *map(str, setting.values())] for key, setting in each["settings"].items()]
+            _table(f"Settings of {each['name']}", ["setting", "default", "meaning"], rows)
     else:
         rows = [
             [

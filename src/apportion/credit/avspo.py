@@ -106,7 +106,7 @@ class AVSPO(BaseEstimator):
         count, acr = group_stats(rollouts).count, collapse_rate(rollouts)
         # From 1 to G as it is, because ACR is above 0 and at most 1 where it exceeds the threshold.
         wanted = torch.ceil(count * acr**0.5 - _HAIR)
-        virtual = torch.where(_collapsed(rollouts) & (acr > self.threshold), wanted, 0.0).long()
+        virtual = torch.where(collapsed(rollouts) & (acr > self.threshold), wanted, 0.0).long()
         low, span = _range(rollouts)
         real, group = (rollouts.reward.double()[rollouts.scored] - low) / span, rollouts.group[rollouts.scored]
         highest = torch.zeros_like(count).scatter_reduce_(0, group, real, "amax", include_self=False)
@@ -126,10 +126,10 @@ class AVSPO(BaseEstimator):
 def collapse_rate(rollouts: Rollouts) -> float:
     """ACR: the share of groups with at least two rewards in which they are equal; 0 where there is no such group."""
     compared = group_stats(rollouts).count >= 2
-    return float(_collapsed(rollouts).sum() / compared.sum().clamp(min=1))
+    return float(collapsed(rollouts).sum() / compared.sum().clamp(min=1))
 
 
-def _collapsed(rollouts: Rollouts) -> Tensor:
+def collapsed(rollouts: Rollouts) -> Tensor:
     """[G] bool: at least two rewards, all equal. `group_stats` has a deviation of exactly 0 by law 3."""
     stats = group_stats(rollouts, ddof=0)
     return (stats.count >= 2) & (stats.std < _EQUAL)

@@ -131,10 +131,15 @@ def compose(methods: Sequence[CreditMethod]) -> CreditMethod:
     Raises:
         InputError: no method, or methods that cannot follow each other; names them and the reason.
     """
-    stages = tuple(s for method in methods for s in (method.stages if isinstance(method, Pipeline) else (method,)))
+    stages = tuple(stage for method in methods for stage in stages_of(method))
     if len(stages) == 1:
         return stages[0]
     return pipeline_class(*map(type, stages))(stages=stages)
+
+
+def stages_of(method: CreditMethod) -> tuple[CreditMethod, ...]:
+    """The methods of a pipeline in their order; a method by itself is its only stage."""
+    return method.stages if isinstance(method, Pipeline) else (method,)
 
 
 @cache

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from apportion.credit.avspo import collapsed
 from apportion.diagnose.stats import Counts
 from apportion.groups import group_stats
 from apportion.measure.evidence import StepLabels
@@ -16,8 +17,6 @@ from apportion.rollouts import Rollouts
 
 RIGHT = 0.5
 """θ_r: a response with a higher reward is right [note, EP-GRPO's threshold for groups of σ = 0; value ours]."""
-
-_COLLAPSED = 1e-6
 
 
 def collapsed_groups(rollouts: Rollouts, prompt: np.ndarray) -> tuple[Counts, Counts, Counts]:
@@ -38,9 +37,9 @@ def collapsed_groups(rollouts: Rollouts, prompt: np.ndarray) -> tuple[Counts, Co
     first = np.zeros(rollouts.groups, dtype=np.int64)
     first[rollouts.group.numpy()[::-1]] = np.arange(len(rollouts))[::-1]
     owner = prompt[first[several.numpy()]]
-    collapsed = (stats.std < _COLLAPSED)[several]
+    collapse_G = collapsed(rollouts)[several]
     right = (stats.mean > RIGHT)[several]
-    kinds = (collapsed, collapsed & right, collapsed & ~right)
+    kinds = (collapse_G, collapse_G & right, collapse_G & ~right)
     collapse, all_right, all_wrong = (Counts.of(kind.numpy(), 1.0, owner) for kind in kinds)
     return collapse, all_right, all_wrong
 
@@ -52,7 +51,7 @@ def steps_in_collapsed_groups(rollouts: Rollouts, labels: StepLabels, prompt: np
     """
     stats = group_stats(rollouts, ddof=0)
     # A group of one has nothing to compare either.
-    zero = ((stats.std < _COLLAPSED) | (stats.count < 2))[rollouts.group]
+    zero = (collapsed(rollouts) | (stats.count < 2))[rollouts.group]
     steps = torch.bincount(labels.row, minlength=len(rollouts)).double()
     use: Tensor = rollouts.scored & (steps > 0)
     counted = steps[use].numpy()

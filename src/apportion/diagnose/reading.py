@@ -22,7 +22,6 @@ from apportion.errors import InputError
 from apportion.measure.evidence import Belief, StepLabels
 from apportion.records import RunFolder
 from apportion.rollouts import Rollouts
-from apportion.segments import char_to_token
 from apportion.tasks import check_steps, parse_problem
 from apportion.train.settings import CONFIG_FILE, RunConfig, load_config
 
@@ -177,30 +176,11 @@ def step_labels(recorded: Recorded, checker: Checker | str) -> StepLabels | str:
         return f"no step verifier's verdicts are recorded, and {checker}"
     if rollouts.text is None or rollouts.char_start is None:
         return "the record has no text with offsets for the step checker"
-    found: dict[tuple[int, int], bool] = {}
     try:
-        verdicts_R = checker(recorded.prompts, response_texts(rollouts))
+        verdicts_R = checker(recorded.prompts, rollouts.unstopped_text())
     except ValueError as error:
         return f"the run's task does not know a recorded prompt ({error})"
-    for i, steps in enumerate(verdicts_R):
-        a, b = rollouts.offsets[i : i + 2].tolist()
-        starts = char_to_token(rollouts.char_start[a:b], [char for char, _ in steps or []]).tolist()
-        for start, (_, ok) in zip(starts, steps or [], strict=True):
-            if start < b - a:
-                # Two steps that start in one token are one, which holds where both do.
-                found[i, start] = found.get((i, start), True) and ok
-    given = [i for i, steps in enumerate(verdicts_R) if steps is not None]
-    return StepLabels.from_entries(rollouts, [(*state, ok) for state, ok in found.items()], given)
-
-
-def response_texts(rollouts: Rollouts) -> list[str]:
-    """What each response says, without the text of the stop token that ends it."""
-    assert rollouts.text is not None and rollouts.char_start is not None
-    whole = (rollouts.truncated | (rollouts.length == 0)).tolist()
-    return [
-        (text or "")[: None if uncut else int(rollouts.char_start[end - 1])]
-        for text, end, uncut in zip(rollouts.text, rollouts.offsets[1:].tolist(), whole, strict=True)
-    ]
+    return StepLabels.from_verdicts(rollouts, verdicts_R)
 
 
 def belief_of(recorded: Recorded) -> Belief | None:

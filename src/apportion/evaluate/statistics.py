@@ -71,13 +71,14 @@ def pass_at_k(reward_PN: np.ndarray, k: int) -> np.ndarray:
     """[P] unbiased pass@k of each problem, 0 to 1; NaN where fewer than k of its samples have a reward.
 
     1 − C(n−c, k)/C(n, k) for c right ones of n [paper, arXiv 2107.03374, eq. 1], as the product of
-    (n−c−j)/(n−j) over j < k, whose factors never leave 0 to 1. n = 4, c = 2, k = 2 gives 1 − 1/6 = 5/6.
+    (n−c−j)/(n−j) over j < k, which neither over- nor underflows and holds a 0 where n−c < k. n = 4, c = 2, k = 2 gives
+    1 − 1/6 = 5/6.
     """
     known_P1 = np.isfinite(reward_PN).sum(1, keepdims=True)
     wrong_P1 = known_P1 - np.nansum(reward_PN, 1, keepdims=True)
     j_K = np.arange(k)
     with np.errstate(invalid="ignore", divide="ignore"):
-        missed_P = np.clip((wrong_P1 - j_K) / (known_P1 - j_K), 0, 1).prod(1)
+        missed_P = ((wrong_P1 - j_K) / (known_P1 - j_K)).prod(1)
     return np.where(known_P1[:, 0] >= k, 1 - missed_P, np.nan)
 
 

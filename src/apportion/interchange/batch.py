@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from apportion.credit.method import CreditMethod
+from apportion.credit.pipeline import stages_of
 from apportion.credit.record import Credit
 from apportion.errors import InputError
 from apportion.groups import group_stats
@@ -101,8 +102,8 @@ def assign(batch: Batch, method: CreditMethod) -> Credit:
     Raises:
         InputError: something the method needs is missing; names the method, the field and the line.
     """
-    if method.name in _MEASURES_EVERY_ROW:
-        _check_every_row_measured(batch, method.name)
+    for name in _MEASURES_EVERY_ROW & {stage.name for stage in stages_of(method)}:
+        _check_every_row_measured(batch, name)
     with lines_for_rows(batch.lines, batch.absent):
         return method.assign(batch.rollouts, batch.evidence, method.base(batch.rollouts))
 
@@ -117,7 +118,8 @@ def plan(batch: Batch, method: CreditMethod) -> Sequence[AnyJob]:
     """
     base, pilot = method.base(batch.rollouts), batch.evidence.continuations
     with lines_for_rows(batch.lines, batch.absent):
-        if method.settings.get("allocation") == "neyman" and pilot is not None and len(pilot.row):
+        by_pilot = any(stage.settings.get("allocation") == "neyman" for stage in stages_of(method))
+        if by_pilot and pilot is not None and len(pilot.row):
             return method.refine(batch.rollouts, base, batch.evidence)
         return method.plan(batch.rollouts, base)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apportion.errors import InputError
 from apportion.rollouts import Rollouts
+from apportion.segments import char_to_token
 
 # Log-probabilities above 0 are impossible; bf16 engines overshoot by about this much.
 _ROUNDING = 1e-2
@@ -172,6 +173,24 @@ class StepLabels:
         """
         row, start, ok = _table("steps", rollouts, entries, lambda values: True, "true or false")
         return cls(row, start, ok.bool(), _flags(rollouts, given))
+
+    @classmethod
+    def from_verdicts(cls, rollouts: Rollouts, verdicts: Sequence[Sequence[tuple[int, bool]] | None]) -> StepLabels:
+        """From (character of the response's text, ok) a step, a list a response; None where it was not judged.
+
+        A step starts at the first token that begins there or later. Two that start in one token are one, which holds
+        where both do; one that starts in no token is none.
+        """
+        assert rollouts.char_start is not None
+        found: dict[tuple[int, int], bool] = {}
+        for row, steps in enumerate(verdicts):
+            a, b = rollouts.offsets[row : row + 2].tolist()
+            starts = char_to_token(rollouts.char_start[a:b], [character for character, _ in steps or []]).tolist()
+            for start, (_, ok) in zip(starts, steps or [], strict=True):
+                if start < b - a:
+                    found[row, start] = found.get((row, start), True) and ok
+        given = [row for row, steps in enumerate(verdicts) if steps is not None]
+        return cls.from_entries(rollouts, [(*state, ok) for state, ok in found.items()], given)
 
 
 @dataclass(frozen=True)

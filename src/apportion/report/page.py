@@ -204,4 +204,8 @@ def _summary(method: str) -> str:
 
 def _invariant_names(method: str) -> dict[str, str]:
     kept = CONSERVED.get(conserves(method), "declared conservation")
-    return {"conserved": kept, **INVARIANTS}
+    names = {"conserved": kept, **INVARIANTS}
+    # A pipeline has its own and its stages', as "probepo/telescoping".
+    for stage in method.split("+") if "+" in method else ():
+        names |= {f"{stage}/{name}": f"{stage}: {words}" for name, words in _invariant_names(stage).items()}
+    return names

@@ -45,8 +45,10 @@ class CreditConfig(GRPOConfig):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*GRPOConfig._VALID_DICT_FIELDS, "credit"]
 
+    # A factory, because Hugging Face's argument parser drops the default of a list.
     method: str | list[str] = field(
-        default="probepo", metadata={"help": "Registered name of the credit method, or names: a pipeline."}
+        default_factory=lambda: "probepo",
+        metadata={"help": "Registered name of the credit method, or names: a pipeline."},
     )
     credit: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Settings of the credit method, e.g. '{\"alpha\": 0.5}'."}

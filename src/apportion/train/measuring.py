@@ -32,7 +32,7 @@ from apportion.errors import InputError
 from apportion.measure.evidence import Belief, Confidence, Evidence, Importance, StepLabels
 from apportion.measure.plan import AnyJob, BeliefJob, ConfidenceJob, DivergenceJob, Job, SensitivityJob
 from apportion.measure.probe import Probe
-from apportion.segments import char_to_token, token_offsets
+from apportion.segments import token_offsets
 from apportion.train.host import Batch, answers_of
 from apportion.train.probing import Prober
 
@@ -178,22 +178,9 @@ class Measurer:
         return tuple(self.trainer._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _step_labels(self, batch: Batch) -> StepLabels:
-        verifier, rollouts = self.trainer.step_verifier, batch.rollouts
-        assert verifier is not None and rollouts.text is not None and rollouts.char_start is not None
-        ends = zip(rollouts.text, rollouts.truncated.tolist(), rollouts.offsets[1:].tolist(), strict=True)
-        # EOS ends the last step and is no part of it.
-        texts = [(text or "")[: None if cut else int(rollouts.char_start[end - 1])] for text, cut, end in ends]
-        verdicts = verifier(batch.prompts, texts, batch.rows)
-        entries: dict[tuple[int, int], bool] = {}
-        for row, steps in enumerate(verdicts):
-            a, b = rollouts.offsets[row : row + 2].tolist()
-            starts = char_to_token(rollouts.char_start[a:b], [char for char, _ in steps or []]).tolist()
-            for start, (_, ok) in zip(starts, steps or [], strict=True):
-                if start < b - a:
-                    # Two steps that start in one token are one: it holds where both do.
-                    entries[row, start] = entries.get((row, start), True) and ok
-        given = [row for row, steps in enumerate(verdicts) if steps is not None]
-        return StepLabels.from_entries(rollouts, [(*state, ok) for state, ok in entries.items()], given)
+        assert self.trainer.step_verifier is not None
+        verdicts = self.trainer.step_verifier(batch.prompts, batch.rollouts.unstopped_text(), batch.rows)
+        return StepLabels.from_verdicts(batch.rollouts, verdicts)
 
 
 def _key(batch: Batch, row: int, run: str, step: int) -> Key:

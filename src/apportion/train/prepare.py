@@ -14,12 +14,14 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from apportion.credit.registry import make_method
 from apportion.engines.base import Sampling
 from apportion.errors import InputError, nearest
 from apportion.train.config import CreditConfig
 from apportion.train.data import Problems, embedded_task, load_data
 from apportion.train.models import load_model, load_tokenizer, model_folder
 from apportion.train.settings import RunConfig
+from apportion.train.trees import tree_method, tree_rule
 
 # What suits the embedded policy and its task, measured on two cores; a real model gets the conservative column.
 _EMBEDDED = {
@@ -79,6 +81,9 @@ def resolve(config: RunConfig) -> RunConfig:
     defaults = _COMMON | (_EMBEDDED if config.model.name == "embedded" else _REAL)
     if config.data.path is None:
         defaults = defaults | {"max_completion_length": embedded_task(config.data).max_response}
+    settings = dict(config.method)
+    if (tree := tree_method(make_method(settings.pop("name"), settings))) is not None:
+        defaults = defaults | {"num_generations": tree_rule(tree)[1]}
     config = config.model_copy(update={"trainer": {**defaults, **config.trainer}})
     trainer_args(config)
     return config

@@ -16,7 +16,7 @@ from torch import Tensor
 from trl.trainer.utils import pad
 
 from apportion.credit.method import CreditMethod
-from apportion.credit.pipeline import Pipeline
+from apportion.credit.pipeline import stages_of
 from apportion.credit.record import Credit
 from apportion.credit.spo_tree import SPOTree
 from apportion.credit.treepo import TreePO
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 def tree_method(method: CreditMethod) -> CreditMethod | None:
     """The method whose responses are trees: itself, a stage of a pipeline, or none."""
-    stages = method.stages if isinstance(method, Pipeline) else (method,)
-    return next((stage for stage in stages if "tree" in stage.needs), None)
+    return next((stage for stage in stages_of(method) if "tree" in stage.needs), None)
 
 
 def tree_rule(method: CreditMethod) -> tuple[Rule, int]:

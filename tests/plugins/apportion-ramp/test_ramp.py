@@ -1,7 +1,7 @@
 import pytest
 from apportion_ramp import Ramp
 
-from conformance import LAWS
+from apportion.testing import LAWS
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)

@@ -60,10 +60,14 @@ class Entries:
     def shuffled(self, seed: int) -> Entries:
         """The same in another order, continuations one by one."""
         pieces = [(row, at, [r]) for row, at, rewards in self.continuations for r in rewards]
-        lists: list[Any] = [pieces, list(self.belief), list(self.confidence), list(self.steps)]
-        for entries in lists:
-            random.Random(seed).shuffle(entries)
-        return Entries(*lists, importance=dict(self.importance), answer=dict(self.answer))
+
+        def mixed(entries: list[Any]) -> list[Any]:
+            return random.Random(seed).sample(entries, len(entries))
+
+        return Entries(
+            mixed(pieces), mixed(self.belief), mixed(self.confidence), mixed(self.steps),
+            dict(self.importance), dict(self.answer),
+        )  # fmt: skip
 
 
 def rows_batch(rows: Iterable[dict[str, Any]], seed: int = 0) -> Rollouts:
@@ -259,7 +263,8 @@ def work_of(call: Callable[[], object]) -> Work:
     work = Work()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", __name__):
+        module = frame.f_globals.get("__name__", "")
+        if module == __name__ or module.partition(".")[0] == "torch":
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         work.instructions += event == "opcode"

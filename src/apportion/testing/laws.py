@@ -1,7 +1,7 @@
 """What every credit method must do, for our own and for those of other packages.
 
     import pytest
-    from conformance import LAWS
+    from apportion.testing import LAWS
 
     @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
     def test_my_method(law):
@@ -28,7 +28,7 @@ from apportion.credit.method import CreditMethod
 from apportion.errors import InputError
 from apportion.measure.plan import BeliefJob, ConfidenceJob, Job, SensitivityJob
 from apportion.rollouts import Rollouts
-from conformance_tools import (
+from apportion.testing.tools import (
     NAN,
     Entries,
     Work,
