@@ -196,15 +196,16 @@ def test_what_is_missing_is_named() -> None:
         GRPOVPS().plan(silent, base)
 
 
-def test_geometric_means_are_handed_in_and_not_planned() -> None:
+def test_geometric_means_are_asked_for_and_taken_as_they_come() -> None:
     """Only who scores the answer knows how many tokens it has; C is exp of what is handed in, C = e^(−6/3) here."""
-    rollouts = two_responses(entropy=[[0.0] * 6, [0.0] * 2])
+    rollouts = two_responses(entropy=[[0.0] * 6, [0.0] * 2], text=("", ""), char_start=[[0] * 6, [0] * 2])
     method = GRPOVPS(geometric=True, alpha=1)
     belief = Belief.from_entries(rollouts, [(0, 0, -6 / 3), (0, 6, 0.0)], [0, 1])
     token = method.assign(rollouts, Evidence(belief=belief), method.base(rollouts)).token
     torch.testing.assert_close(token[:6], torch.full((6,), 0.5 + 1 - exp(-2)))
-    with pytest.raises(InputError, match=r"grpo_vps: geometric.*geometric=false"):
-        method.plan(rollouts, method.base(rollouts))
+    base = method.base(rollouts)
+    assert [job.per_token for job in method.plan(rollouts, base)] == [True, True]
+    assert [job.per_token for job in GRPOVPS().plan(rollouts, base)] == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,34 @@ def test_recipes_load_and_name_their_source_and_cost(path: Path) -> None:
 def test_there_are_recipes() -> None:
     names = {path.stem for path in RECIPES}
     assert names >= {"embedded-probepo", "embedded-vineppo", "embedded-grpo", "smollm2-gsm8k"}
+
+
+def test_a_pipeline_is_a_list_of_names_with_a_table_each(tmp_path: Path) -> None:
+    path = written(tmp_path / "c.toml", '[method]\nname = ["avspo", "oar_p"]\n[method.avspo]\nthreshold = 0.2\n')
+    config = load_config(path, {"method.avspo.rate": 0.5, "method.oar_p.beta": 2})
+    assert config.method["name"] == ["avspo", "oar_p"]
+    assert (config.method["avspo"]["threshold"], config.method["avspo"]["rate"]) == (0.2, 0.5)
+    # The generated task's way to state an answer reaches the stage, beside what was set.
+    assert config.method["oar_p"]["beta"] == 2 and config.method["oar_p"]["answer_pattern"] == r"#(\d+)"
+    save_config(config.model_copy(update={"run": config.run.model_copy(update={"folder": str(tmp_path)})}))
+    assert resume_config(tmp_path).method == config.method
+    # State that has no value yet is left out of TOML and comes back as none.
+    assert "last_mean" not in to_toml(config) and resume_config(tmp_path).method["avspo"]["last_mean"] is None
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("method.name", ["probepo", "oar_p"], "one method that spreads credit"),
+        ("method.name", ["cw_grpo", "probepo"], "cannot follow"),
+        ("method.name", ["rloo", "vineppo"], "no base estimator before vineppo"),
+        ("method.name", ["avspo", "probpo"], "probepo"),
+        ("method.name", [], "method"),
+        ("method.name", [1], "method.name: got"),
+    ],
+)
+def test_nonsensical_pipelines_are_refused_when_the_configuration_is_loaded(
+    key: str, value: object, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        load_config(None, {key: value})
