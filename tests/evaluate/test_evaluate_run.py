@@ -66,7 +66,11 @@ def test_what_lies_on_disk(tmp_path: Path, data: Path) -> None:
 
     evaluation = run(tmp_path / "out", data, Engine(answer), seed=5)
     rows = samples(tmp_path / "out", "gsm8k")
-    assert len(rows) == 8 and len(list((tmp_path / "out" / "samples" / "gsm8k").iterdir())) == 2
+    files = sorted((tmp_path / "out" / "samples" / "gsm8k").iterdir())
+    # Batches of 4 are two problems each; rows stand by problem, then m, however the engine gave them back.
+    assert [[(row["id"], row["m"]) for row in Store(tmp_path / "out").rows(path)] for path in files] == [
+        [("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1)], [("p2", 0), ("p2", 1), ("p3", 0), ("p3", 1)]
+    ]  # fmt: skip
     row = rows["p1", 1]
     assert row["set"] == "gsm8k" and row["gold"] == ["2"] and row["finish"] == "length"
     assert row["text"] == boxed("2") + CUT and row["tokens"] == len(row["token_ids"]) == len(row["text"])
@@ -98,6 +102,7 @@ def test_nothing_is_sampled_twice(tmp_path: Path, data: Path) -> None:
     assert sorted(more.asked) == [
         ("gsm8k/p0", 2), ("gsm8k/p1", 2), ("gsm8k/p2", 0), ("gsm8k/p2", 1), ("gsm8k/p2", 2)
     ]  # fmt: skip
+    assert all(Store(tmp_path / "out").rows(path) for path in (tmp_path / "out").rglob("samples/*/*.parquet"))
     # Fewer: those first drawn.
     assert run(tmp_path / "out", data, first, model=closed, limit=2) == evaluation
 
@@ -181,6 +186,35 @@ def test_a_stopped_run_goes_on_to_the_same_samples(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.part"))
 
 
+def test_samples_do_not_depend_on_how_they_were_reached(tmp_path: Path) -> None:
+    model = open_policy("embedded")
+
+    def reach(output: Path, limit: int, n: int) -> None:
+        evaluate(model, load_sets(["chain"], [], limit=limit), Settings(n=n, batch=6, max_tokens=24), output, silent)
+
+    reach(tmp_path / "at once", 6, 3)
+    for limit, n in ((1, 1), (3, 2), (4, 3), (6, 3)):
+        reach(tmp_path / "by and by", limit, n)
+    found, expected = (
+        {key: row["token_ids"] for key, row in samples(tmp_path / name, "chain").items()}
+        for name in ("by and by", "at once")
+    )
+    assert found == expected and len({tuple(ids) for ids in found.values()}) > 12
+
+
+def test_the_response_is_graded_as_the_prompt_left_it(tmp_path: Path, data: Path) -> None:
+    # A box in thinking that never closes is no answer; nor is one in the next problem that a base model writes.
+    engine = Engine(lambda key, m: boxed(0) if m else f"</think>{boxed(0)}")
+    model = policy(engine, "<｜Assistant｜>")
+    found = run(tmp_path / "r1", data, engine, model=model, limit=1)["sets"][0]
+    assert found["style"] == "r1" and found["metrics"]["avg@2"]["value"] == 50
+    ran_on = Engine(lambda key, m: f"{boxed(0)}\n\nProblem: 3?\n{boxed(3)}")
+    found = run(tmp_path / "plain", data, ran_on, limit=1)["sets"][0]
+    assert found["style"] == "plain" and found["metrics"]["avg@2"]["value"] == 100
+    # The same where only the grader is new.
+    assert run(tmp_path / "plain", data, ran_on, limit=1, grader="exact")["sets"][0]["metrics"]["avg@2"]["value"] == 100
+
+
 def test_a_gold_that_cannot_be_read(tmp_path: Path, data: Path) -> None:
     gold = r"5 apples \text{ if } n > 2"
     path = write_set(data, "gsm8k", [*ROWS[:2], ROWS[2] | {"answer": gold}])
@@ -211,6 +245,12 @@ def test_a_gold_that_changes_is_judged_again(tmp_path: Path, data: Path) -> None
     assert run(tmp_path / "out", data, engine, limit=1)["sets"][0]["metrics"]["avg@2"]["value"] == 0
     write_set(data, "gsm8k", [ROWS[0] | {"answer": "7"}])
     assert run(tmp_path / "out", data, engine)["sets"][0]["metrics"]["avg@2"]["value"] == 100
+    # Verdicts of a grader that was not asked this time do not outlive the gold either.
+    write_set(data, "gsm8k", [ROWS[0] | {"answer": "8"}])
+    run(tmp_path / "out", data, engine, second_grader="exact")
+    write_set(data, "gsm8k", [ROWS[0] | {"answer": "7"}])
+    run(tmp_path / "out", data, engine)
+    assert run(tmp_path / "out", data, engine, grader="exact")["sets"][0]["metrics"]["avg@2"]["value"] == 100
     assert len(engine.asked) == 2
 
 
