@@ -199,7 +199,7 @@ def test_samples_do_not_depend_on_how_they_were_reached(tmp_path: Path) -> None:
         {key: row["token_ids"] for key, row in samples(tmp_path / name, "chain").items()}
         for name in ("by and by", "at once")
     )
-    assert found == expected and len({tuple(ids) for ids in found.values()}) > 12
+    assert found == expected and len({tuple(ids) for ids in found.values()}) > 6
 
 
 def test_the_response_is_graded_as_the_prompt_left_it(tmp_path: Path, data: Path) -> None:

@@ -143,7 +143,7 @@ def test_nothing_is_probed_in_evaluation(policy: Path, tmp_path: Path, monkeypat
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("probed in evaluation")
 
-    assert trainer._prober is not None
-    monkeypatch.setattr(trainer._prober, "measure", refuse)
+    assert trainer._measurer is not None
+    monkeypatch.setattr(trainer._measurer, "measure", refuse)
     metrics = trainer.evaluate()
     assert "eval_reward" in metrics and not any(key.startswith("eval_probe") for key in metrics)

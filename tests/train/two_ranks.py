@@ -42,8 +42,9 @@ class Recorded(CreditTrainer):
             rows.append([*body, 1])
         return rows, None
 
-    def _advantages(self, capture: Any, output: Any) -> Any:
-        advantages = super()._advantages(capture, output)
+    def _credited(self, capture: Any, output: Any) -> Any:
+        credited = super()._credited(capture, output)
+        advantages = credited["advantages"]
         batch, credit = self.last_credit
         assert advantages.shape == output["completion_ids"].shape
         token = credit.token[batch.rollouts.offsets[batch.local.start] : batch.rollouts.offsets[batch.local.stop]]
@@ -55,7 +56,7 @@ class Recorded(CreditTrainer):
              "probes": own, "gap": self._metrics["train"].get("probe/logprob_gap", [None])[-1]},
             Path(self.args.output_dir) / f"credit-{self.state.global_step}-{self.accelerator.process_index}.pt",
         )  # fmt: skip
-        return advantages
+        return credited
 
 
 def main(policy: str, out: str) -> None:

@@ -177,3 +177,9 @@ class Cost:
     forward_tokens: int = 0
     backwards: int = 0
     backward_tokens: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(**{name: value - getattr(other, name) for name, value in vars(self).items()})

@@ -24,7 +24,7 @@ from apportion.groups import Base, group_stats, live_rows
 from apportion.rollouts import Rollouts
 from apportion.segments import token_offsets
 from apportion.train.compatibility import GOLD_COLUMNS, measures
-from apportion.train.reference import reference_logps
+from apportion.train.reference import count_pass, reference_logps
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
@@ -158,6 +158,7 @@ def statistics_pass(trainer: CreditTrainer, output: dict[str, Any]) -> tuple[Ten
     ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
     attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
     checkpointing = trainer.args.gradient_checkpointing_kwargs
+    count_pass(trainer, ids)
     with torch.no_grad(), evaluating(trainer.model), disable_gradient_checkpointing(trainer.model, checkpointing):
         logprob, entropy, _ = trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, attention, output["completion_ids"].size(1),

@@ -50,14 +50,12 @@ class Measurement:
     Attributes:
         evidence: for the method. probes: every graded continuation, in no particular order.
         logprob_gap: see `Prober`. read: rows for the run's records, of the kinds that are no continuations.
-        cost: spent by all ranks, grading not counted.
     """
 
     evidence: Evidence = field(default_factory=Evidence)
     probes: Sequence[Probe] = ()
     logprob_gap: float | None = None
     read: Sequence[dict[str, Any]] = ()
-    cost: Cost = field(default_factory=Cost)
 
 
 class Measurer:
@@ -76,7 +74,6 @@ class Measurer:
         """Carries out the method's plan, and its second wave where it has one. The same result on every rank."""
         trainer, rollouts = self.trainer, batch.rollouts
         method = trainer.credit_method
-        before = self._spent()
         jobs = method.plan(rollouts, batch.base)
         found: dict[str, Any] = {}
         probes: Sequence[Probe] = ()
@@ -89,15 +86,13 @@ class Measurer:
             found |= _evidence(batch, jobs, readings)
             if "step_labels" in method.needs:
                 found["steps"] = self._step_labels(batch)
-        spent = self._spent()
-        mine = Cost(**{name: getattr(spent, name) - getattr(before, name) for name in vars(spent)})
-        costs: list[Cost] = gather_object([mine])
-        cost = Cost(**{name: sum(getattr(each, name) for each in costs) for name in vars(mine)})
-        return Measurement(Evidence(**found), probes, gap, _records(batch, jobs, readings, found), cost)
+        return Measurement(Evidence(**found), probes, gap, _records(batch, jobs, readings, found))
 
-    def _spent(self) -> Cost:
-        costs = [engine.cost for engine in (self.scorer, self.prober and self.prober.engine) if engine]
-        return Cost(**{name: sum(getattr(cost, name) for cost in costs) for name in vars(Cost())})
+    @property
+    def cost(self) -> Cost:
+        """What this rank has spent so far, grading not counted."""
+        engines = (self.scorer, self.prober and self.prober.engine)
+        return sum((engine.cost for engine in engines if engine), Cost())
 
     def _readings(self, batch: Batch, jobs: Sequence[AnyJob], step: int) -> dict[tuple[str, int], Reading]:
         """(kind, row) → what was read, of all ranks."""

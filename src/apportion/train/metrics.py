@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from apportion.credit.record import Credit
+from apportion.engines.base import Cost
 from apportion.groups import group_stats
 from apportion.rollouts import Rollouts
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from apportion.train.measuring import Measurement
 
 
-def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, actor: int) -> dict[str, float]:
+def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, actor: int, cost: Cost) -> dict[str, float]:
     """Name → value. Tokens and continuations are of all ranks; values that do not exist this step are left out.
 
     Args:
         actor: tokens generated for the rollouts; in trees those that responses share count once.
+        cost: what all ranks spent beyond what TRL does for GRPO.
 
     credit/acr: share of the groups with several scored responses whose rewards are all equal.
     credit/zero_variance: share of all groups with nothing to compare, singletons and unscored ones included.
@@ -30,15 +32,15 @@ def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, acto
     credit/NAME: the method's counts, such as pivots and dropped_pivots.
     probe/tokens: generated for measuring; probe/ratio: those over the rollouts' (tokens/actor).
     probe/continuations: graded ones. probe/rescued_frac: share of them that were cut off and rescued.
-    measure/forwards, forward_tokens, backwards, backward_tokens: passes through the model for measuring, padding
-    included; a decoding step is a forward.
+    measure/forwards, forward_tokens, backwards, backward_tokens: passes beyond GRPO's, those for entropies and a
+    reference model among them; padding counts, and a decoding step is a forward.
     probe/logprob_gap: largest difference, in nats, between the probing engine's and the trainer's own
     log-probabilities on a probe's prefix.
     """
     stats = group_stats(rollouts)
     several = stats.count >= 2
     advantage = credit.token[rollouts.mask].abs().numpy()
-    probes, cost = measured.probes, measured.cost
+    probes = measured.probes
     found = {
         "credit/acr": float(stats.collapsed[several].double().mean()) if several.any() else None,
         "credit/zero_variance": float(stats.collapsed.double().mean()),

@@ -27,6 +27,12 @@ def frozen_copy(model: nn.Module) -> nn.Module | None:
     return reference.requires_grad_(False)
 
 
+def count_pass(trainer: CreditTrainer, ids: Tensor) -> None:
+    """Counts a pass of TRL's over (B, P+T) ids that it makes for us alone."""
+    trainer.passes.forwards += -(-len(ids) // trainer.args.per_device_train_batch_size)
+    trainer.passes.forward_tokens += ids.numel()
+
+
 def reference_logps(trainer: CreditTrainer, rows: dict[str, Tensor]) -> Tensor:
     """(B, T) float32 log-probabilities of the completions under the reference model, at the sampling temperature.
 
@@ -38,6 +44,7 @@ def reference_logps(trainer: CreditTrainer, rows: dict[str, Tensor]) -> Tensor:
     model: Any = trainer.ref_model if trainer.ref_model is not None else trainer.reference
 
     def logps(model: Any) -> Tensor:
+        count_pass(trainer, ids)
         with torch.no_grad(), disable_gradient_checkpointing(trainer.model, checkpointing):
             found: Tensor = trainer._get_per_token_logps_and_entropies(
                 model, ids, attention, rows["completion_ids"].size(1),

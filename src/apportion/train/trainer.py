@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Sampler
@@ -18,6 +19,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from apportion.credit.record import Credit
+from apportion.engines.base import Cost
 from apportion.errors import InputError
 from apportion.records import RunFolder
 from apportion.train.clock import Clock
@@ -65,6 +67,8 @@ class CreditTrainer(GRPOTrainer):
         self.credit_method = config.make_method()
         self.step_verifier = step_verifier
         self.reference: nn.Module | None = None
+        # Forwards through TRL's own methods that TRL would not have made, and all that was spent until the last step.
+        self.passes, self._spent = Cost(), Cost()
         self.clock = Clock()
         self.train_sampler: Sampler | None = None
         self.last_credit: tuple[Batch, Credit] | None = None
@@ -167,8 +171,11 @@ class CreditTrainer(GRPOTrainer):
         self.last_credit = (batch, credit)
         # What the method remembers is for the next batch; every rank has seen the same one.
         self.credit_method = method.after(rollouts)
+        spent = self.passes + (Cost() if self._measurer is None else self._measurer.cost)
+        cost = sum(gather_object([spent - self._spent]), Cost())
+        self._spent = spent
         actor = capture.generated or len(rollouts.token_ids)
-        for name, value in step_metrics(rollouts, credit, measured, actor).items():
+        for name, value in step_metrics(rollouts, credit, measured, actor, cost).items():
             self.record_metric(name, value)
         # Where TRL generates several times for one step, the records hold the first batch.
         if seen == 0 and self._records and step % self.args.record_every == 0:
