@@ -6,7 +6,6 @@ Shapes: _B requests, _K columns whose logits are kept, _T tokens of a response, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -80,17 +79,10 @@ def _read(scorer: Scorer, requests: Sequence[DivergenceRequest]) -> list[Reading
         *(request.disturbed_ids for request in requests),
     ]
     rows = [[*prompt, *response] for prompt, response in zip(prompts, responses * _PROMPTS, strict=True)]
-    first, width = min(request.prompt for request in requests) - 1, max(map(len, rows))
-    columns = max(1, scorer.rows_of_logits // len(rows))
-    cuts = [0, *range(first + columns, width, columns), width]
-    caching, cache = len(cuts) > 2 and scorer.continues, None
+    first = min(request.prompt for request in requests) - 1
     parts = []
-    for start, stop in pairwise(cuts):
-        begin = start if caching else 0
-        kept = stop - max(start, first)
-        out = scorer.forward([row[begin:stop] for row in rows], kept, use_cache=caching, **{scorer.cache_name: cache})
-        cache = getattr(out, scorer.cache_name)
-        logp = (out.logits.double() / scorer.temperature).log_softmax(-1)
+    for _, logits_BKV in scorer.columns(rows, first):
+        logp = (logits_BKV.double() / scorer.temperature).log_softmax(-1)
         logp_BKV, blank_BKV, disturbed_BKV = logp.chunk(_PROMPTS)
         # Rounding may leave a divergence of equal distributions below 0.
         grounded_BK, unstable_BK = (kl(logp_BKV, other).clamp(min=0.0) for other in (blank_BKV, disturbed_BKV))

@@ -6,7 +6,6 @@ Shapes: _T tokens of a response, _B rows, _K kept columns, _V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,9 +43,8 @@ def check(request: Scoring) -> None:
 def scored(scorer: Scorer, sequences: Sequence[tuple[Sequence[int], int]]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Log-probabilities and entropies of `ids[start:]` of each (ids, start), start at least 1.
 
-    No tensor of logits holds more than `max_logits` numbers, or one row of logits where that is more. Where a
-    forward would need more, it goes on from a cache, and no token is computed twice. Not all linear attention can
-    go on by several tokens (Mamba's cannot): a model that has some reads the opening again.
+    No tensor of logits holds more than `max_logits` numbers, or one row of logits where that is more (see
+    `Scorer.columns`).
 
     Yields:
         The index of the sequence and two [T] float32 tensors on the CPU, longest sequences first.
@@ -70,23 +68,13 @@ def scored(scorer: Scorer, sequences: Sequence[tuple[Sequence[int], int]]) -> It
 def _score(scorer: Scorer, rows: Sequence[tuple[Sequence[int], int]]) -> list[tuple[Tensor, Tensor]]:
     """What `scored` yields of each row, all in one batch, a number of columns at a time."""
     first = min(start for _, start in rows) - 1
-    width = max(len(ids) for ids, _ in rows) - 1
-    columns = max(1, scorer.rows_of_logits // len(rows))
-    cuts = [0, *range(first + columns, width, columns), width]
-    caching, cache = len(cuts) > 2 and scorer.continues, None
     parts = []
-    for start, stop in pairwise(cuts):
-        begin = start if caching else 0
-        kept = max(start, first)
-        out = scorer.forward(
-            [ids[:-1][begin:stop] for ids, _ in rows], stop - kept, use_cache=caching, **{scorer.cache_name: cache}
-        )
-        cache = getattr(out, scorer.cache_name)
+    for kept, logits_BKV in scorer.columns([ids[:-1] for ids, _ in rows], first):
+        stop = kept + logits_BKV.shape[1]
         targets = [ids[kept + 1 : stop + 1] for ids, _ in rows]
         filled = [[*ids, *[0] * (stop - kept - len(ids))] for ids in targets]
-        targets_BK = torch.tensor(filled, device=out.logits.device)
-        logits = out.logits.reshape(-1, out.logits.shape[-1])
-        values = token_logprobs_and_entropies(logits, targets_BK.reshape(-1), scorer.temperature)
+        targets_BK = torch.tensor(filled, device=logits_BKV.device)
+        values = token_logprobs_and_entropies(logits_BKV.flatten(0, 1), targets_BK.reshape(-1), scorer.temperature)
         parts.append([value.reshape(targets_BK.shape).cpu() for value in values])
     logprob_BK, entropy_BK = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
     spans = [slice(start - 1 - first, len(ids) - 1 - first) for ids, start in rows]

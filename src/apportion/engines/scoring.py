@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -130,6 +131,26 @@ class Scorer:
         ids_BW = torch.tensor([[*row, *[self.pad_id] * (width - len(row))] for row in rows], device=self.device)
         self.count(ids_BW.numel())
         return self.model(input_ids=ids_BW, use_cache=rest.pop("use_cache", False), logits_to_keep=keep, **rest)
+
+    def columns(self, rows: Sequence[Sequence[int]], first: int) -> Iterator[tuple[int, Tensor]]:
+        """Logits of padded rows from column `first` on, as many columns at a time as `max_logits` allows.
+
+        Where that takes several forwards they go on from a cache, and no token is computed twice. Not all linear
+        attention can go on by several tokens (Mamba's cannot): a model that has some reads the opening again.
+
+        Yields:
+            The first column of a part, and its (B, K, V) logits.
+        """
+        width = max(map(len, rows))
+        at_once = max(1, self.rows_of_logits // len(rows))
+        cuts = [0, *range(first + at_once, width, at_once), width]
+        caching, cache = len(cuts) > 2 and self.continues, None
+        for start, stop in pairwise(cuts):
+            kept = max(start, first)
+            part = [row[start if caching else 0 : stop] for row in rows]
+            out = self.forward(part, stop - kept, use_cache=caching, **{self.cache_name: cache})
+            cache = getattr(out, self.cache_name)
+            yield kept, out.logits
 
     def count(self, tokens: int, backward: int = 0) -> None:
         """Adds one forward of `tokens`, and a backward through `backward` tokens where there was one."""
