@@ -6,7 +6,7 @@
 
 Each method is one `apportion train` with the same problems, seed and batch of 64 responses. A complete run is not
 repeated, so the command goes on where it was stopped. Per step: tokens of rollouts and of measuring, passes for
-measuring (a decoding step is a forward), seconds by phase; and the method's own diagnostic, where it has one.
+measuring (a decoding step is a forward) and seconds by phase; and the lines of `apportion diagnose` with intervals.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from apportion.credit.registry import method_names
 from apportion.records import RunFolder
@@ -52,12 +53,16 @@ def train(method: str, folder: Path, steps: int) -> Path:
     return run
 
 
-def summary(run: Path) -> dict[str, float]:
-    """Means over the steps of what a step costs, and the mean reward of the last five."""
+def summary(run: Path) -> dict[str, Any]:
+    """Means over the steps of what a step costs, the mean reward of the last five, and what `diagnose` says."""
     metrics = RunFolder(run).metrics()
     names = sorted({name for row in metrics for name in row if name.startswith(_SHOWN)})
     found = {name: mean(row[name] for row in metrics if name in row) for name in names}
-    return {"steps": len(metrics), "reward, last 5": mean(row["reward"] for row in metrics[-5:]), **found}
+    command = [sys.executable, "-m", "apportion", "diagnose", str(run), "--json"]
+    lines = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["lines"]
+    said = {line["name"]: [line["value"], line["interval"]] for line in lines if line["value"] is not None}
+    reward = mean(row["reward"] for row in metrics[-5:])
+    return {"steps": len(metrics), "reward, last 5": reward, **found, "diagnose": said}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

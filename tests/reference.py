@@ -100,17 +100,26 @@ def opo(batch: list[Response]) -> list[list[float]]:
     return out
 
 
-def whitened(batch: list[Response], values: list[list[float]], ddof: int, epsilon: float) -> list[list[float]]:
-    """Values of the trainable tokens of scored responses, standardised over the batch; 0 on all others."""
-    used = [v for y, row in zip(batch, values, strict=True) if y.scored for v, m in zip(row, y.mask, strict=True) if m]
+def compared(batch: list[Response], response: Response) -> bool:
+    """Scored, and not alone in its group."""
+    return response.scored and len(scored_siblings(batch, response.group)) > 1
+
+
+def whitened(
+    batch: list[Response], values: list[list[float]], ddof: int, epsilon: float, among: int = 1
+) -> list[list[float]]:
+    """Values of the trainable tokens of responses in groups of `among` scored members or more, standardised over the
+    batch; 0 on all others."""
+    use = [y.scored and len(scored_siblings(batch, y.group)) >= among for y in batch]
+    used = [v for u, y, row in zip(use, batch, values, strict=True) if u for v, m in zip(row, y.mask, strict=True) if m]
     mean, scale = 0.0, 1.0
     if len(used) > 1:
         mean = math.fsum(used) / len(used)
         scale = math.sqrt(math.fsum((v - mean) ** 2 for v in used) / (len(used) - ddof)) + epsilon
     flat = len(used) > 1 and all_equal(used)
     return [
-        [(v - mean) / scale if m and y.scored and not flat else 0.0 for v, m in zip(row, y.mask, strict=True)]
-        for y, row in zip(batch, values, strict=True)
+        [(v - mean) / scale if m and u and not flat else 0.0 for v, m in zip(row, y.mask, strict=True)]
+        for u, y, row in zip(use, batch, values, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from itertools import pairwise
 
-from reference import Response, dr_grpo, grpo, whitened
+from reference import Response, compared, dr_grpo, grpo, whitened
 
 WORDS = ("x", " y ", "7", "é", "\n\n", "\nStep 2: ", "1. ", "\\boxed{7}", "\\boxed{\\frac{\\sqrt{3}}{2}}", "\\boxed{}")
 BROKEN = ("\\boxed{", "}", "{", "\\boxed{1 \\boxed{2}}")
@@ -152,7 +152,7 @@ def grpo_vps(
     out = dr_grpo(batch)
     for i, y in enumerate(batch):
         at = sorted(p for row, p in belief if row == i)
-        if not y.scored:
+        if not compared(batch, y):
             continue
         for before, after in pairwise(at):
             change = math.exp(belief[i, after]) - math.exp(belief[i, before])
@@ -184,7 +184,7 @@ def spae(
     for i, y in enumerate(batch):
         f.append({})
         change: dict[int, float] = {}
-        ends = sorted(p for row, p in states if row == i and p > 0) if y.scored else []
+        ends = sorted(p for row, p in states if row == i and p > 0) if compared(batch, y) else []
         phi = [potential(*states[i, p]) for p in ends]
         for k, end in enumerate(ends):
             begin = ends[k - 1] if k else 0
@@ -203,7 +203,7 @@ def spae(
         [a * f[i].get(t, 1.0) + xi * (shaped[i][t] - mean if t in shaped[i] else 0.0) for t, a in enumerate(row)]
         for i, row in enumerate(rewarded)
     ]
-    return whitened(batch, values, ddof, epsilon) if whiten else values
+    return whitened(batch, values, ddof, epsilon, among=2) if whiten else values
 
 
 def drawn_importance(fill: random.Random, batch: list[Response]) -> dict[int, list[float]]:

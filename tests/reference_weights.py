@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from reference import Response, live, scored_siblings
+from reference import Response, compared, live, scored_siblings
 
 Rows = list[list[float]]
 
@@ -79,7 +79,7 @@ def ep_grpo(
         mean, deviation = spread_of(list(members.values()))
         for (i, t), p in members.items():
             z = 0.0 if len(members) == 1 or deviation < 1e-8 else (p - mean) / (deviation + 1e-6)
-            out[i][t] = gate[i, t] * advantage[i] + eta * gate[i, t] * z
+            out[i][t] = gate[i, t] * advantage[i] + (eta * gate[i, t] * z if compared(batch, batch[i]) else 0.0)
     return out
 
 
@@ -164,7 +164,7 @@ def step_verified(
     out = []
     for i, y in enumerate(batch):
         row = [advantage[i] if m else 0.0 for m in y.mask]
-        found = sorted(steps.get(i, ())) if y.scored else []
+        found = sorted(steps.get(i, ())) if compared(batch, y) else []
         proven = all(ok for _, ok in found) and y.reward > reward_threshold
         failed = False
         for k, (start, ok) in enumerate(found):

@@ -177,7 +177,7 @@ def test_reads_what_the_constructor_takes(drawn: Drawn) -> None:
 
 
 def test_only_some_rows_have_a_field() -> None:
-    batch = read(as_lines([response(), response(entropy=None, text=None, offsets=None, evidence=None)]))
+    batch = read(as_lines([response(), response(reward=0, entropy=None, text=None, offsets=None, evidence=None)]))
     assert batch.rollouts.entropy is None
     # Both rows list their steps, but a stated answer can be looked for in the first one's text only.
     assert batch.rollouts.text == ("ab\n\ncd", None)

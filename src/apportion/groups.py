@@ -114,6 +114,11 @@ class Base:
                 raise InputError(f"base.{field} of row {row}", float(getattr(self, field)[row]), wanted)
 
 
+def compared_rows(rollouts: Rollouts) -> Tensor:
+    """[R] bool: scored, and not alone in its group. A group of one gets nothing and costs nothing (law 4)."""
+    return rollouts.scored & (group_stats(rollouts).count >= 2)[rollouts.group]
+
+
 def live_rows(rollouts: Rollouts, stats: GroupStats) -> Tensor:
     """[R] bool: scored, and in a group whose rewards differ."""
     return rollouts.scored & ~stats.collapsed[rollouts.group]

@@ -1,6 +1,6 @@
 """`apportion evaluate` and `apportion compare-evaluations`: the embedded policy from end to end, Ctrl-C, bad input.
 
-Planted faults seen caught: PLACEHOLDER
+The faults that were planted in what these commands call are listed in tests/evaluate.
 """
 
 from __future__ import annotations
@@ -64,6 +64,12 @@ def test_the_embedded_policy_from_end_to_end(whole: Path) -> None:
     table = command("evaluate", *CHAIN, "--k", "1,4", "-o", whole).stdout
     assert table.startswith("embedded\n\n| set | problems | n | avg@n | pass@1 | maj@1 | pass@4 | maj@4 |")
     assert "| chained arithmetic | 6 | 4 | " in table
+
+
+@pytest.mark.parametrize("name", ["evaluate", "compare-evaluations"])
+def test_help_can_be_shown(name: str) -> None:
+    result = command(name, "--help")
+    assert result.exit_code == 0 and "--json" in result.stdout
 
 
 def test_ctrl_c_keeps_finished_batches(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

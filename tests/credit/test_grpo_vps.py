@@ -32,6 +32,7 @@ from apportion.measure.plan import BeliefJob
 from apportion.rollouts import Rollouts
 from apportion.testing.laws import LAWS, Law
 from apportion.testing.tools import measure, mixed_batch
+from reference import compared
 from strategies import Batch, batches
 
 SETTINGS: list[CreditMethod] = [
@@ -85,13 +86,13 @@ def test_the_end_of_a_response_is_a_state() -> None:
     assert credit.segments is not None and credit.segments.end.tolist() == [6, 2]
 
 
-def test_equal_rewards_keep_the_process_term_and_a_missing_reward_gets_none() -> None:
+def test_equal_rewards_keep_the_process_term_and_a_group_of_one_gets_none() -> None:
     rollouts = Rollouts.from_lists([[1], [1], [1], [1]], ["a", "a", "b", "b"], [1.0, 1.0, None, 0.0])
     entries = [(i, p, log(v)) for i in range(4) for p, v in ((0, 0.25), (1, 0.75))]
     credit = GRPOVPS(alpha=1).assign(
         rollouts, Evidence(belief=Belief.from_entries(rollouts, entries, range(4))), GRPOVPS().base(rollouts)
     )  # fmt: skip
-    torch.testing.assert_close(credit.token, torch.tensor([0.5, 0.5, 0.0, 0.5]))
+    torch.testing.assert_close(credit.token, torch.tensor([0.5, 0.5, 0.0, 0.0]))
 
 
 @examples(max_examples=60)
@@ -122,13 +123,13 @@ def test_where_segments_end() -> None:
     them count. per_segment = 2: ⌊7/2⌋ = 3 segments of 2, 2 and 3, which start at the prompt, at 12 and at 14.
     """
     text = slow.Text("." * 17 + r"\boxed{7}", [*range(17), 17, 24, 25], True)
-    rollouts = Rollouts.from_lists([[1] * 20], ["a"], [1.0], entropy=[[float(t) for t in range(20)]])
-    rollouts = with_text(rollouts, [text])
+    rollouts = Rollouts.from_lists([[1] * 20] * 2, ["a"] * 2, [1.0, 0.0], entropy=[[float(t) for t in range(20)]] * 2)
+    rollouts = with_text(rollouts, [text, text])
 
     def positions(**rest: Any) -> tuple[int, ...]:
         method = GRPOVPS(**rest)
-        (job,) = method.plan(rollouts, method.base(rollouts))
-        assert job == BeliefJob(0, job.positions, method.cue)
+        job, other = method.plan(rollouts, method.base(rollouts))
+        assert job == BeliefJob(0, job.positions, method.cue) and other == replace(job, row=1)
         return job.positions
 
     assert positions(quantile=0.5, per_segment=2) == (0, 12, 14, 17)
@@ -137,10 +138,10 @@ def test_where_segments_end() -> None:
     assert positions() == (0, 17) and GRPOVPS().cue == CUE
     # Without an answer the last state lies before EOS, or behind the last token of a response that was cut off.
     assert positions(quantile=0.5, per_segment=4, answer_pattern="(z)") == (0, 14, 19)
-    rollouts = replace(rollouts, truncated=torch.tensor([True]))
+    rollouts = replace(rollouts, truncated=torch.tensor([True, True]))
     assert positions(quantile=0.5, per_segment=4, answer_pattern="(z)") == (0, 15, 20)
     # Masked tokens are no cutpoints and do not move τ: 0 … 9 remain, τ = 4.5.
-    rollouts = replace(rollouts, mask=torch.arange(20) < 10)
+    rollouts = replace(rollouts, mask=(torch.arange(20) < 10).repeat(2))
     assert positions(quantile=0.5, per_segment=1, segments=9) == (0, 6, 7, 8, 9, 17)
 
 
@@ -155,7 +156,7 @@ def test_segments_hold_equal_shares_of_the_cutpoints(batch: Batch, seed: int, q:
     rollouts = with_text(batch.rollouts(), texts)
     method = GRPOVPS(quantile=q, per_segment=n, segments=cap)
     jobs = method.plan(rollouts, method.base(rollouts))
-    assert [job.row for job in jobs] == [i for i, y in enumerate(batch.responses) if y.scored]
+    assert [job.row for job in jobs] == [i for i, y in enumerate(batch.responses) if compared(batch.responses, y)]
     for job in jobs:
         end = slow.reasoning_end(texts[job.row])
         cuts = slow.cutpoints(batch.responses[job.row], q, end)

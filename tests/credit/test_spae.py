@@ -130,10 +130,10 @@ def test_equals_reference(batch: Batch, seed: int, whiten: bool, **rest: Any) ->
 
 
 def spoken(text: str, **rest: Any) -> Rollouts:
-    """Two responses of one text, a token a character and EOS; the second has no reward."""
+    """Two responses of one text, a token a character and EOS."""
     starts = [*range(len(text)), len(text)]
     return Rollouts.from_lists(
-        [[1] * len(starts)] * 2, ["a", "a"], [1.0, None], text=(text, text), char_start=[starts, starts], **rest
+        [[1] * len(starts)] * 2, ["a", "a"], [1.0, 0.0], text=(text, text), char_start=[starts, starts], **rest
     )
 
 
@@ -152,13 +152,17 @@ def test_plan() -> None:
         (SPAE(samples=2, tokens=7, cue="?"), spoken("", mask=[[1], [1]]), (0,)),
     ):
         jobs = method.plan(rollouts, method.base(rollouts))
-        assert jobs == [ConfidenceJob(0, wanted, method.cue, method.samples, method.tokens)]
+        asked = [ConfidenceJob(row, wanted, method.cue, method.samples, method.tokens) for row in (0, 1)]
+        assert jobs == asked
+        # Nobody to be compared with: no reward, or alone in the group.
+        alone = replace(rollouts, reward=torch.tensor([1.0, torch.nan]))
+        assert method.plan(alone, method.base(alone)) == []
 
 
 def test_boundaries_of_the_host_are_steps() -> None:
     flags = [[0, 1, 0, 0, 1, 0, 0]] * 2
     rollouts = spoken("aa\n\nbb", boundary=flags)
-    (job,) = SPAE().plan(rollouts, SPAE().base(rollouts))
+    job = SPAE().plan(rollouts, SPAE().base(rollouts))[0]
     assert job.positions == (0, 1, 4, 6)
 
 

@@ -1,6 +1,12 @@
 """A whole evaluation: numbers from samples, the cache, going on after a stop, graders, abstentions, comparisons.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: a cache key without id, seed, weights, prompt, max tokens or sampling; a fingerprint by
+file size; new samples that start at m = 0; batches asked again; a stream that depends on what is missing; rows in the
+engine's order; text graded without the prompt's <think> or with a base model's next problem; an unreadable gold
+always dropped; a changed gold unseen, or an old verdict kept beside it; abstentions final, uncounted or taken for
+wrong; disagreements by answer; Avg-6 of fewer than six sets; votes by raw text; n < k accepted; a part file left;
+comparisons that miss another gold, another grader, or problems of one side only; R1 templates taken for plain chat;
+16 samples on AIME24.
 """
 
 from __future__ import annotations
@@ -102,6 +108,8 @@ def test_nothing_is_sampled_twice(tmp_path: Path, data: Path) -> None:
     assert sorted(more.asked) == [
         ("gsm8k/p0", 2), ("gsm8k/p1", 2), ("gsm8k/p2", 0), ("gsm8k/p2", 1), ("gsm8k/p2", 2)
     ]  # fmt: skip
+    run(tmp_path / "out", data, more, limit=4, n=3)
+    assert len(more.asked) == 8  # p3 alone is new
     assert all(Store(tmp_path / "out").rows(path) for path in (tmp_path / "out").rglob("samples/*/*.parquet"))
     # Fewer: those first drawn.
     assert run(tmp_path / "out", data, first, model=closed, limit=2) == evaluation

@@ -1,6 +1,7 @@
 """Problem sets from folders, files and the datasets library, and prompts by model family.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: an id that stands twice unseen, `answers` ignored, no aliases, chains from the training
+split, two BOS tokens, an end of turn that does not stop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """avg@n, pass@k, maj@k, intervals and paired tests: hand numbers, enumeration, properties.
 
-Planted faults seen caught: PLACEHOLDER
+Planted faults seen caught: the first sample alone; abstentions as 0; pass@k with replacement; maj@k of the first
+block only, by the first of tied candidates, or with votes for no answer; Avg-6 over pooled problems; sets drawn by
+one stream; an interval from 2.5 to 95 %, or of one resample; broken pairs; ties above 0; a one-sided sign test, or
+one without its own tail value.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from apportion.errors import InputError
 from apportion.records import RunFolder
 from apportion.train import run as running
 from apportion.train import watch as watching
-from apportion.train.prepare import prepare, resolve
+from apportion.train.prepare import check, prepare, resolve
 from apportion.train.settings import load_config, resume_config
 
 SMALL = {
@@ -252,3 +252,40 @@ def test_a_prompt_outside_the_alphabet(tmp_path: Path) -> None:
 def test_what_trl_refuses_only_when_it_starts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"trainer: got .*wandb.*; expected options that TRL can combine"):
         train(tmp_path / "run", **SMALL, trainer__report_to="wandb", run__evaluate_samples=0)
+
+
+@pytest.mark.parametrize(
+    "row, method, message",
+    [
+        ({}, "step_verified", "step_verifier: got none"),
+        ({}, "prpo", "`span`"),
+        ({"span": "999"}, "prpo", "span of row 1: got '999'"),
+        ({"span": ""}, "prpo", "span of row 1: got ''"),
+        ({"answer": ""}, "grpo_vps", "answer"),
+    ],
+)
+def test_data_that_a_method_cannot_measure_on_is_refused_by_the_dry_run(
+    tmp_path: Path, row: dict[str, str], method: str, message: str
+) -> None:
+    path = tmp_path / "problems.jsonl"
+    lines = [json.dumps({"problem": f"{n}+1=?", "answer": str(n + 1), **row}) for n in range(64)]
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=message):
+        check(load_config(None, {"data.path": str(path), "method.name": method, "run.folder": str(tmp_path / "r")}))
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"method.level_tokens": 10_000}, r"^method\.level_tokens: .*max_completion_length"),
+        ({"method.branching": [1, 1]}, r"^method\.branching"),
+        ({"trainer.num_generations": 8}, r"^trainer\.num_generations: got 8; expected 16"),
+        ({"trainer.mask_truncated_completions": True}, r"^trainer\.mask_truncated_completions"),
+        ({"method.name": "treepo", "method.depth": 2}, r"^method\.width: .*at most 2\^2"),
+        ({"method.name": ["spo_tree", "cw_grpo"]}, "spo_tree by itself"),
+    ],
+)
+def test_trees_that_cannot_grow_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check(load_config(None, {"method.name": "spo_tree", **changes}))

@@ -21,14 +21,15 @@ def evaluate(
     bench: Annotated[
         str,
         typer.Option(
-            help="math500,olympiadbench,collegemath,amc,minerva,aime24,gsm8k,chain, or names of files.",
+            help="Names with commas between them: math500, olympiadbench, collegemath, amc, minerva, aime24, gsm8k, "
+            "chain, or files of your own.",
             show_default=False,
         ),
     ],
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="A folder with NAME.jsonl (.gz, .parquet), a file, or hf:ORG/NAME[/CONFIG][@SPLIT], which "
+            help="A folder with NAME.jsonl (.gz, .parquet), a file, or hf:ORG/NAME/CONFIG@SPLIT, which "
             "uses the network; NAME=SOURCE for one set. May be repeated.",
             show_default=False,
         ),

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
+from torch import Tensor
 
 from apportion.errors import InputError
 from apportion.rollouts import Rollouts
@@ -54,35 +55,41 @@ class Stated:
     end: int
 
 
-def stated_answers(rollouts: Rollouts, pattern: str, method: str) -> list[Stated | None]:
-    """[R] the last answer that each response states, None where it states none.
+def stated_answers(rollouts: Rollouts, pattern: str, method: str, wanted: Tensor | None = None) -> list[Stated | None]:
+    """[R] the last answer that each of the `wanted` [R] responses states; None for others, and where it
+    states none. All are wanted where that is left out.
 
     The last token of a response that is not truncated is EOS, and that is no part of an answer. Where to look is
     [ours]: the papers speak of the response's own final answer.
 
     Raises:
-        InputError: there is no text with `char_start` to look in.
+        InputError: a wanted response has no text with `char_start` to look in.
     """
     text, starts = rollouts.text or (None,) * len(rollouts), rollouts.char_start
-    if starts is None or None in text:
-        where = "" if starts is None else f" of row {text.index(None)}"
+    use = [True] * len(rollouts) if wanted is None else wanted.tolist()
+    lacking = next((i for i, own in enumerate(text) if use[i] and (own is None or starts is None)), None)
+    if lacking is not None:
         raise InputError(
-            f"{method}: text{where}", "none with offsets", "`text` with `offsets`, to find the stated answer in",
-            "give both for every row",
+            f"{method}: text of row {lacking}", "none with offsets",
+            "`text` with `offsets`, to find the stated answer in", "give both for every row",
         )  # fmt: skip
-    texts = [own for own in text if own is not None]
-    rows = zip(texts, pairwise(rollouts.offsets.tolist()), (~rollouts.truncated).tolist(), strict=True)
-    return [_last(re.finditer(pattern, own), starts[a:b].tolist(), b - a - stopped) for own, (a, b), stopped in rows]
+    found: list[Stated | None] = [None] * len(rollouts)
+    spans, stops = list(pairwise(rollouts.offsets.tolist())), (~rollouts.truncated).tolist()
+    for i, own in enumerate(text):
+        if use[i] and own is not None and starts is not None:
+            a, b = spans[i]
+            found[i] = _last(re.finditer(pattern, own), starts[a:b].tolist(), b - a - stops[i])
+    return found
 
 
-def reasoning_ends(rollouts: Rollouts, pattern: str, method: str) -> list[int]:
+def reasoning_ends(rollouts: Rollouts, pattern: str, method: str, wanted: Tensor | None = None) -> list[int]:
     """[R] the position where the stated answer's cue begins; without an answer the response's end, before its EOS.
 
     Raises:
-        InputError: there is no text with `char_start` to look in.
+        InputError: a wanted response has no text with `char_start` to look in.
     """
     without = (rollouts.length - (~rollouts.truncated).long()).clamp(min=0).tolist()
-    found = stated_answers(rollouts, pattern, method)
+    found = stated_answers(rollouts, pattern, method, wanted)
     return [end if stated is None else stated.cue for stated, end in zip(found, without, strict=True)]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit
 from apportion.errors import InputError
-from apportion.groups import Base
+from apportion.groups import Base, compared_rows
 from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
 
@@ -50,7 +50,7 @@ class EPGRPO(CreditMethod):
     gamma: float = Field(1.0, allow_inf_nan=False, description="slope of the entropy gate")
     lambda_: float = Field(1.0, allow_inf_nan=False, description="factor on log π_old − log π_ref")
     eta: float = Field(0.1, allow_inf_nan=False, description="share of the progress term")
-    buckets: int = Field(10, ge=1, description="buckets of the progress coordinate (K)")
+    buckets: int = Field(10, ge=1, le=10_000, description="buckets of the progress coordinate (K)")
     reward_threshold: float = Field(
         0.5, allow_inf_nan=False, description="reward above which a response of a collapsed group counts as good (θ_r)"
     )
@@ -69,8 +69,9 @@ class EPGRPO(CreditMethod):
         signal = self._direction(rollouts, base)[rollouts.row] * self.lambda_ * (logprob - reference)
         bucket = rollouts.group[rollouts.row] * self.buckets + self._bucket(rollouts, entropy)
         z = standardised(signal, bucket, use, rollouts.groups * self.buckets)
+        compared = use & compared_rows(rollouts)[rollouts.row]
         return Credit.form(
-            rollouts, base.advantage, weight=gate, residual=torch.where(use, self.eta * gate * z, 0.0),
+            rollouts, base.advantage, weight=gate, residual=torch.where(compared, self.eta * gate * z, 0.0),
             method=self.name, settings=self.settings, conserves=self.keeps,
         )  # fmt: skip
 

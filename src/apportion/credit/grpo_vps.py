@@ -16,7 +16,7 @@ from apportion.credit.boundaries import check_opening, has_states, lay_states, p
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit
 from apportion.errors import InputError
-from apportion.groups import Base, centred
+from apportion.groups import Base, centred, compared_rows
 from apportion.measure.evidence import Belief, Evidence
 from apportion.measure.plan import BeliefJob
 from apportion.rollouts import Rollouts
@@ -63,12 +63,13 @@ class GRPOVPS(CreditMethod):
         """One job for each scored response: its segments' borders, of which the first is the prompt."""
         if rollouts.entropy is None:
             raise InputError("grpo_vps: entropy", "none", "one value a token, in nats", "give `entropy` for every row")
-        ends = reasoning_ends(rollouts, self.answer_pattern, self.name)
+        compared = compared_rows(rollouts)
+        ends = reasoning_ends(rollouts, self.answer_pattern, self.name, compared)
         return [
             BeliefJob(
                 row, tuple(sorted({0, *self._borders(rollouts, row, ends[row]), ends[row]})), self.cue, self.geometric
             )
-            for row in rollouts.scored.nonzero()[:, 0].tolist()
+            for row in compared.nonzero()[:, 0].tolist()
         ]
 
     def _borders(self, rollouts: Rollouts, row: int, end: int) -> list[int]:
@@ -82,18 +83,20 @@ class GRPOVPS(CreditMethod):
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         belief = evidence.belief
+        compared = compared_rows(rollouts)
         self.demand(
-            "evidence.belief", None if belief is None else belief.given, rollouts.scored,
+            "evidence.belief", None if belief is None else belief.given, compared,
             "measure what `apportion plan --method grpo_vps` lists; an empty list where there is no gold answer",
         )  # fmt: skip
         belief = belief or Belief.from_entries(rollouts, [], [])
         check_opening("grpo_vps: evidence.belief", rollouts, belief.row, belief.position)
         segments, _ = lay_states(rollouts, belief.row, belief.position, belief.logprob.exp())
-        change = torch.where(before_answer(rollouts, evidence), per_token(segments, segments.increment), 0.0)
+        use = before_answer(rollouts, evidence) & compared[rollouts.row]
+        change = torch.where(use, per_token(segments, segments.increment), 0.0)
         return Credit.form(
             rollouts, centred(rollouts, base).float(), residual=self.alpha * change, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
-            counts={"unmeasured": int((rollouts.scored & ~has_states(rollouts, belief.row)).sum())},
+            counts={"unmeasured": int((compared & ~has_states(rollouts, belief.row)).sum())},
         )  # fmt: skip
 
 

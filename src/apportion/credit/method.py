@@ -44,8 +44,8 @@ class CreditMethod(BaseModel, ABC):
         uses_base: whether it spreads the base it is given. Where False it has its own (r − μ, or none), and a
             base estimator before it would be lost.
         grouped: whether it compares the responses of a group, so that a group of one teaches nothing.
-        learns_when_collapsed: whether a group whose rewards are all equal, or with one member, still gets
-            credit (law 3 gives it exactly 0 otherwise).
+        learns_when_collapsed: whether a group whose rewards are all equal still gets credit (law 3 gives it exactly
+            0 otherwise). A group of one gets it only where `grouped` is False (law 4).
         cost: what it spends beyond GRPO, in words for `apportion methods`.
         paper: where the rule was published.
         marks: which parts are [paper], [note] or [ours].

@@ -44,7 +44,7 @@ class _OAR(CreditMethod):
         live, first = base.live.tolist(), _first_trainable(rollouts).tolist()
         return [
             self._job(row, stated.cue, (stated.start, stated.end))
-            for row, stated in enumerate(stated_answers(rollouts, self.answer_pattern, self.name))
+            for row, stated in enumerate(stated_answers(rollouts, self.answer_pattern, self.name, base.live))
             if live[row] and stated is not None and first[row] < stated.cue
         ]
 

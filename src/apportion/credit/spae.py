@@ -19,7 +19,7 @@ from apportion.credit.method import CreditMethod, Need
 from apportion.credit.oar import row_minmax
 from apportion.credit.record import Conserves, Credit, Segments
 from apportion.credit.reinforce_pp import whiten
-from apportion.groups import Base, centred
+from apportion.groups import Base, centred, compared_rows
 from apportion.measure.evidence import Confidence, Evidence
 from apportion.measure.plan import ConfidenceJob
 from apportion.rollouts import Rollouts
@@ -75,7 +75,8 @@ class SPAE(CreditMethod):
 
     def plan(self, rollouts: Rollouts, base: Base) -> list[ConfidenceJob]:
         """One job for each scored response: the states after its steps and, for the first ΔΦ, its prompt."""
-        ends = reasoning_ends(rollouts, self.answer_pattern, self.name)
+        compared = compared_rows(rollouts)
+        ends = reasoning_ends(rollouts, self.answer_pattern, self.name, compared)
         steps = step_positions(rollouts, partial(step_starts, patterns=self.markers), self.name)
         opening = {0} if self.first == "prompt" else set()
         return [
@@ -83,13 +84,14 @@ class SPAE(CreditMethod):
                 row, tuple(sorted(opening | {p for p in steps[row] if p < ends[row]} | {ends[row]})),
                 self.cue, self.samples, self.tokens,
             )
-            for row in rollouts.scored.nonzero()[:, 0].tolist()
+            for row in compared.nonzero()[:, 0].tolist()
         ]  # fmt: skip
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         states = evidence.confidence
+        compared = compared_rows(rollouts)
         self.demand(
-            "evidence.confidence", None if states is None else states.given, rollouts.scored,
+            "evidence.confidence", None if states is None else states.given, compared,
             "measure what `apportion plan --method spae` lists; an empty list where there is no gold answer",
         )  # fmt: skip
         states = states or Confidence.from_entries(rollouts, [], [])
@@ -98,7 +100,7 @@ class SPAE(CreditMethod):
         counted = (states.position > 0) | (self.first == "prompt")
         row, value = states.row[counted], potential(states.acc, states.conf)[counted]
         segments, measured = lay_states(rollouts, row, states.position[counted], value)
-        scored = rollouts.mask & rollouts.scored[rollouts.row]
+        scored = rollouts.mask & compared[rollouts.row]
         step = per_token(segments, measured) & before_answer(rollouts, evidence)
         solved = per_token(segments, _solved_before(segments, len(rollouts), self.threshold))
         f = torch.where(step, 1 - self.alpha * (1 - torch.exp(-solved)), 1.0)
@@ -115,8 +117,8 @@ class SPAE(CreditMethod):
             rollouts, outcome.float(), weight=weight, residual=residual, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
             counts={
-                "unmeasured": int((rollouts.scored & ~has_states(rollouts, states.row)).sum()),
-                "solved_states": int((rollouts.scored[row] & (value > self.threshold)).sum()),
+                "unmeasured": int((compared & ~has_states(rollouts, states.row)).sum()),
+                "solved_states": int((compared[row] & (value > self.threshold)).sum()),
             },
         )  # fmt: skip
 

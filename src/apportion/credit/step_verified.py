@@ -13,7 +13,7 @@ from torch import Tensor
 
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit
-from apportion.groups import Base
+from apportion.groups import Base, compared_rows
 from apportion.measure.evidence import Evidence, StepLabels
 from apportion.rollouts import Rollouts
 
@@ -48,16 +48,17 @@ class StepVerified(CreditMethod):
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         steps = evidence.steps
+        compared = compared_rows(rollouts)
         fix = "give `steps` for every row, empty where it has none"
-        self.demand("evidence.steps", None if steps is None else steps.given, rollouts.scored, fix)
+        self.demand("evidence.steps", None if steps is None else steps.given, compared, fix)
         residual = torch.zeros(len(rollouts.token_ids), dtype=torch.float64)
         checked = failed = 0
         if steps is not None:
-            kept = rollouts.scored[steps.row]
+            kept = compared[steps.row]
             checked, failed = int(kept.sum()), int((kept & ~steps.ok).sum())
             gain = self._verdict(rollouts, steps) - base.mean[steps.row]
             step, laid = self._laid(rollouts, steps)
-            residual[laid] = gain[step[laid]]
+            residual[laid] = torch.where(compared[rollouts.row[laid]], gain[step[laid]], 0.0)
         return Credit.form(
             rollouts, base.advantage, residual=residual, counts={"steps": checked, "failed_steps": failed},
             method=self.name, settings=self.settings, conserves=self.keeps,

@@ -90,6 +90,7 @@ def edges_of(rollouts: Rollouts, tree: Tree, method: str) -> Edges:
         InputError: a path of another length (so an empty path of a response that has tokens), or one that names
             another root than its group's, or names it where they do not.
     """
+    _check_marked(rollouts, method)
     opens = rollouts.position == 0
     if rollouts.boundary is not None:
         opens = opens | rollouts.boundary
@@ -101,6 +102,21 @@ def edges_of(rollouts: Rollouts, tree: Tree, method: str) -> Edges:
     _check(rollouts, tree, method, count, rooted)
     place = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
     return Edges(row, start, end, tree.node[place + 1 + rooted[row], row])
+
+
+def _check_marked(rollouts: Rollouts, method: str) -> None:
+    """Raises InputError for the first response of several nodes whose edges' borders nobody marked."""
+    assert rollouts.path is not None
+    flags = rollouts.boundary is not None
+    marked = torch.full((len(rollouts),), flags) if rollouts.bounded is None else rollouts.bounded & flags
+    several = torch.tensor(list(map(len, rollouts.path))) > 1
+    bad = ~marked & several & (rollouts.length > 0)
+    if bad.any():
+        i = int(bad.nonzero()[0])
+        raise InputError(
+            f"{method}: boundaries of row {i}", f"none, with {len(rollouts.path[i])} nodes in its path",
+            "the first token of every edge after the first", "give `boundaries`, empty where there is a single edge",
+        )  # fmt: skip
 
 
 def _check(rollouts: Rollouts, tree: Tree, method: str, count: Tensor, rooted: Tensor) -> None:

@@ -16,7 +16,7 @@ from apportion.credit.record import Conserves, Credit
 from apportion.credit.reinforce_pp import whiten
 from apportion.errors import InputError
 from apportion.groups import Base
-from apportion.measure.evidence import Evidence
+from apportion.measure.evidence import Continuations, Evidence
 from apportion.measure.plan import Job, jobs_of
 from apportion.rollouts import Rollouts
 from apportion.segments import vineppo_steps
@@ -61,11 +61,12 @@ class VinePPO(CreditMethod):
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         pivots = evidence.continuations
-        if pivots is None:
+        if pivots is None and rollouts.scored.any():
             raise InputError(
                 "vineppo: evidence.continuations", "none in any row", "values at step boundaries",
                 "measure what `apportion plan --method vineppo` lists",
             )  # fmt: skip
+        pivots = pivots or Continuations.from_rewards(rollouts, [])
         keep = rollouts.scored[pivots.row]
         unknown = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
         segments = lay_segments(rollouts, pivots, keep, opening=unknown)

@@ -38,16 +38,7 @@ def leaderboard(evaluations: Mapping[str, Evaluation]) -> str:
 
 def comparison(pairs: Sequence[Mapping[str, Any]]) -> str:
     """Paired comparisons (`compare.compare`): a line a set, the first model less the second, in points."""
-    head = [
-        "first",
-        "second",
-        "set",
-        "problems",
-        "first − second",
-        "resamples above 0",
-        "wins/losses/ties",
-        "sign test p",
-    ]
+    head = ["first", "second", "set", "problems", "first − second", "resamples above 0", "wins/losses/ties", "sign p"]
     rows = []
     for pair in pairs:
         for each in pair["sets"]:

@@ -116,8 +116,9 @@ def plan(batch: Batch, method: CreditMethod) -> Sequence[AnyJob]:
     Raises:
         InputError: something the method needs is missing; names the method, the field and the line.
     """
-    base, pilot = method.base(batch.rollouts), batch.evidence.continuations
+    pilot = batch.evidence.continuations
     with lines_for_rows(batch.lines, batch.absent):
+        base = method.base(batch.rollouts)
         by_pilot = any(stage.settings.get("allocation") == "neyman" for stage in stages_of(method))
         if by_pilot and pilot is not None and len(pilot.row):
             return method.refine(batch.rollouts, base, batch.evidence)

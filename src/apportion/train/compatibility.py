@@ -7,7 +7,7 @@ whose token terms are linear in the token's own advantage; LoRA, gradient accumu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from apportion.credit.baselines import GRPO
@@ -83,27 +83,51 @@ def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
     )  # fmt: skip
     # An iterable data set may not know its columns before it is read; then the first batch tells.
     if columns:
-        _refuse(_data(method, columns))
-    if "step_labels" in method.needs and trainer.step_verifier is None:
-        raise InputError(
-            "step_verifier", "none", f"a verifier of single steps: {method.name} reads its verdicts",
-            "CreditTrainer(..., step_verifier=my_verifier), see apportion.verify.steps; generated tasks have one",
-        )  # fmt: skip
+        rows = trainer.train_dataset.select_columns([c for c in ("prompt", "span") if c in columns])
+        check_data(method, columns, rows, trainer.step_verifier is not None)
     if "tree" in method.needs and trainer.accelerator.num_processes > 1:
         raise InputError(
             "num_processes", trainer.accelerator.num_processes, f"1: {method.name}'s trees grow in one process"
         )
 
 
+def check_data(method: CreditMethod, columns: Collection[str], rows: Iterable[Any], step_verifier: bool) -> None:
+    """Raises InputError where the data lacks what the method measures.
+
+    Args:
+        columns: of the data set. rows: its rows, of which `prompt` and `span` are read for methods that blank a span.
+        step_verifier: whether there is one.
+    """
+    _refuse(_data(method, {*columns}))
+    if "step_labels" in method.needs and not step_verifier:
+        raise InputError(
+            "step_verifier", "none", f"a verifier of single steps, whose verdicts {method.name} reads",
+            "train on a generated task, which has one, or from Python: CreditTrainer(..., step_verifier=my_verifier)",
+        )  # fmt: skip
+    if "divergence" in method.needs:
+        for number, row in enumerate(rows, 1):
+            span, prompt = row["span"], row["prompt"]
+            texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+            if not isinstance(span, str) or not span or not any(span in text for text in texts if text):
+                got = repr(span if not isinstance(span, str) or len(span) <= 60 else span[:57] + "...")
+                raise InputError(f"span of row {number}", got, "a part of the row's prompt, as it stands in its text")
+
+
 def _trees(args: Any, method: CreditMethod) -> Iterator[Refusal]:
     own = tree_method(method)
     assert own is not None
-    rule, leaves = tree_rule(own)
+    try:
+        rule, leaves = tree_rule(own)
+        rule.bounds(args.max_completion_length)
+    except InputError as error:
+        # The rule knows no trainer: its field is the method's setting, its limit the trainer's.
+        words = [str(each).replace("max_new_tokens", "max_completion_length") for each in (error.expected, error.fix)]
+        field = error.field if method is not own else error.field.removeprefix(f"{own.name}.")
+        raise InputError(field, error.got, *words) from None
     yield (
         args.num_generations != leaves, "num_generations", args.num_generations,
         f"{leaves}, the leaves of a tree of {own.name}", f"set num_generations={leaves}",
     )  # fmt: skip
-    rule.bounds(args.max_completion_length)
     yield (
         own.name == "spo_tree" and args.mask_truncated_completions, "mask_truncated_completions", True,
         "False: an edge that a truncated response shares with others is trained once, masked or not", "leave it out",

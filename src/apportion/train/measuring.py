@@ -157,7 +157,7 @@ class Measurer:
         """
         starts, text = token_offsets(self.trainer.decode, prompt, [])
         at = text.find(span)
-        if at < 0:
+        if at < 0 or not span:
             raise InputError(f"span of prompt {key.prompt}", repr(span)[:60], "a part of the prompt as it is tokenized")
         inside = [t for t, start in enumerate(starts) if at <= start < at + len(span)]
         pad = self.trainer._tokenizer.pad_token_id

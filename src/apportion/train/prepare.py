@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from apportion.credit.registry import make_method
 from apportion.engines.base import Sampling
 from apportion.errors import InputError, nearest
+from apportion.train.compatibility import check_data
 from apportion.train.config import CreditConfig
 from apportion.train.data import Problems, embedded_task, load_data
 from apportion.train.models import load_model, load_tokenizer, model_folder
@@ -83,7 +84,10 @@ def resolve(config: RunConfig) -> RunConfig:
         defaults = defaults | {"max_completion_length": embedded_task(config.data).max_response}
     settings = dict(config.method)
     if (tree := tree_method(make_method(settings.pop("name"), settings))) is not None:
-        defaults = defaults | {"num_generations": tree_rule(tree)[1]}
+        try:
+            defaults = defaults | {"num_generations": tree_rule(tree)[1]}
+        except InputError as error:
+            raise InputError(f"method.{error.field}", error.got, error.expected, error.fix) from None
     config = config.model_copy(update={"trainer": {**defaults, **config.trainer}})
     trainer_args(config)
     return config
@@ -142,6 +146,7 @@ def check(config: RunConfig) -> Checked:
     sampling_of(args, tokenizer)
     data = load_data(config, chat=bool(tokenizer.chat_template))
     _check_count(data.train, args)
+    check_data(args.make_method(), data.train[0].keys(), data.train, data.steps is not None)
     shape = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     _check_prompts(data.train, tokenizer, getattr(shape, "max_position_embeddings", None), args.max_completion_length)
     return Checked(config, args, tokenizer, data)

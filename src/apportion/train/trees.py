@@ -43,12 +43,15 @@ def tree_rule(method: CreditMethod) -> tuple[Rule, int]:
     """How the method's trees grow, and the most leaves that one has.
 
     Raises:
-        InputError: trees are not sampled for this method here.
+        InputError: trees are not sampled for this method here, or its settings make no tree.
     """
-    if isinstance(method, SPOTree):
-        return SPOTreeRule(method.branching, method.level_tokens), prod(method.branching)
-    if isinstance(method, TreePO):
-        return TreePORule(method.width, method.depth, method.segment_tokens), method.width
+    try:
+        if isinstance(method, SPOTree):
+            return SPOTreeRule(method.branching, method.level_tokens), prod(method.branching)
+        if isinstance(method, TreePO):
+            return TreePORule(method.width, method.depth, method.segment_tokens), method.width
+    except InputError as error:
+        raise InputError(error.field.removeprefix(f"{method.name}."), error.got, error.expected, error.fix) from None
     raise InputError(
         "method", method.name, "spo_tree or treepo: those are the trees that are sampled here",
         f"sample the trees of {method.name} elsewhere and use `apportion assign`",
