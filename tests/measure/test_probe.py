@@ -91,6 +91,14 @@ def test_requests_carry_ids_budgets_and_keys() -> None:
     ]
 
 
+def test_a_fresh_budget_is_every_continuations_own() -> None:
+    """As in VinePPO's released code: 7 tokens for each, also where a response of the limit's length leaves none."""
+    jobs = [*JOBS, Job(3, 9, 1, ((3, 9),))]
+    asked = requests_of(batch(), jobs, run="r", step=1, max_new_tokens=9, fresh_budget=7)
+    assert [r.budget for r in asked] == [7, 7, 7, 7]
+    assert [r.budget for r in requests_of(batch(), jobs, run="r", step=1, max_new_tokens=9)] == [7, 9, 6]
+
+
 def test_a_job_without_budget_is_dropped_and_counted() -> None:
     jobs = [*JOBS, Job(3, 9, 1, ((3, 9),))]
     engine = FakeEngine()

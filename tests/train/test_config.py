@@ -100,7 +100,6 @@ def test_round_trips() -> None:
         ({"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation", "μ and σ"),
         ({"method": "rloo", "multi_objective_aggregation": "normalize_then_sum"},
          "multi_objective_aggregation", "rloo"),
-        ({"method": "vineppo", "fresh_budget": 1024}, "fresh_budget", "max_completion_length"),
         ({"fsdp": "full_shard"}, "fsdp", "DDP"),
         ({"rescue_tokens": 0, "rescue_cue": "#"}, "rescue_tokens", "1 or more"),
     ],

@@ -112,6 +112,18 @@ def test_missing_ingredients_are_named_before_training(
         tiny.trainer(policy, tmp_path, **options(name, **changes))
 
 
+def test_a_fresh_budget_outlasts_the_limit_of_a_response(policy: Path, tmp_path: Path) -> None:
+    """24 tokens a response and 40 for each continuation: some come back longer than any response may be."""
+    longest = {}
+    for fresh in (0, 40):
+        folder = tmp_path / str(fresh)
+        settings = {"credit": {"samples": 4, "fresh_budget": fresh}, "run_folder": str(folder)}
+        tiny.trainer(policy, folder, **options("vineppo", max_steps=2, **settings)).train()
+        rows = [row for step in (1, 2) for row in RunFolder(folder).read("evidence", step)]
+        longest[fresh] = max(row["position"] + len(row["token_ids"]) for row in rows)
+    assert longest[0] <= 24 < longest[40]
+
+
 def test_reference_is_the_policy_before_training(policy: Path, tmp_path: Path) -> None:
     trainer = tiny.trainer(policy, tmp_path, **options("ep_grpo", max_steps=3))
     trainer.train()

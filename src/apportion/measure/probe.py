@@ -72,7 +72,14 @@ class Rescue:
 
 
 def requests_of(
-    rollouts: Rollouts, jobs: Sequence[Job], *, run: str, step: int, max_new_tokens: int, first: int = 0
+    rollouts: Rollouts,
+    jobs: Sequence[Job],
+    *,
+    run: str,
+    step: int,
+    max_new_tokens: int,
+    first: int = 0,
+    fresh_budget: int = 0,
 ) -> list[Request]:
     """A request for each job; one whose position leaves no budget, `max_new_tokens` − position, is dropped.
 
@@ -80,6 +87,7 @@ def requests_of(
         max_new_tokens: the length limit T_max of a response, as in the rollouts.
         first: number of the first continuation. A second wave starts where the first ended (at the largest
             `samples` of its jobs), so that no random stream is used twice.
+        fresh_budget: tokens that every continuation may use, whatever its prefix has used; 0 for none.
 
     Raises:
         InputError: no `prompt_ids`, groups that share a name, a position outside its response, or two jobs
@@ -100,7 +108,8 @@ def requests_of(
             raise InputError(f"job of row {job.row}", f"position {job.position} twice", "one job a state")
         kept = rollouts.token_ids[start : start + job.position].tolist()
         prefix = (*prompts[int(rollouts.group[job.row])], *kept)
-        requests[key] = Request(key, prefix, job.samples, max_new_tokens - job.position, first)
+        budget = fresh_budget or max_new_tokens - job.position
+        requests[key] = Request(key, prefix, job.samples, budget, first)
     return [request for request in requests.values() if request.budget >= 1]
 
 
@@ -138,6 +147,7 @@ def probe(
     step: int,
     max_new_tokens: int,
     first: int = 0,
+    fresh_budget: int = 0,
     rescue: Rescue | None = None,
     rank: int = 0,
     world: int = 1,
@@ -156,7 +166,9 @@ def probe(
         InputError: see `requests_of` and `shard`; a continuation that was not asked for or does not keep to
             its budget; a number of grades that is not that of the responses.
     """
-    asked = requests_of(rollouts, jobs, run=run, step=step, max_new_tokens=max_new_tokens, first=first)
+    asked = requests_of(
+        rollouts, jobs, run=run, step=step, max_new_tokens=max_new_tokens, first=first, fresh_budget=fresh_budget
+    )
     requests = {request.key: request for request in shard(asked, rank, world)}
     row = dict(zip(_keys(rollouts, jobs, run, step), (job.row for job in jobs), strict=True))
 

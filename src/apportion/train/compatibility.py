@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from apportion.credit.baselines import GRPO
 from apportion.credit.method import CreditMethod
-from apportion.credit.pipeline import stages_of
 from apportion.errors import InputError
 from apportion.train.trees import tree_method, tree_rule
 
@@ -51,11 +50,6 @@ def check_config(args: CreditConfig, method: CreditMethod) -> None:
         )  # fmt: skip
     if "tree" in method.needs:
         _refuse(_trees(args, method))
-    if fresh := max(getattr(stage, "fresh_budget", 0) for stage in stages_of(method)):
-        raise InputError(
-            "fresh_budget", fresh, "0: a probe here may use what its prefix leaves of "
-            "max_completion_length", "leave it out",
-        )  # fmt: skip
 
 
 def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:

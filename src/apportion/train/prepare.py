@@ -21,6 +21,7 @@ from apportion.train.compatibility import check_data
 from apportion.train.config import CreditConfig
 from apportion.train.data import Problems, embedded_task, load_data
 from apportion.train.models import load_model, load_tokenizer, model_folder
+from apportion.train.probing import fresh_budget
 from apportion.train.settings import RunConfig
 from apportion.train.trees import tree_method, tree_rule
 
@@ -148,7 +149,8 @@ def check(config: RunConfig) -> Checked:
     _check_count(data.train, args)
     check_data(args.make_method(), data.train[0].keys(), data.train, data.steps is not None)
     shape = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    _check_prompts(data.train, tokenizer, getattr(shape, "max_position_embeddings", None), args.max_completion_length)
+    longest = args.max_completion_length + fresh_budget(args.make_method())
+    _check_prompts(data.train, tokenizer, getattr(shape, "max_position_embeddings", None), longest)
     return Checked(config, args, tokenizer, data)
 
 
@@ -219,7 +221,7 @@ def _check_prompts(rows: Sequence[Any], tokenizer: Any, context: int | None, res
             ) from error  # fmt: skip
         if context is not None and len(ids) + response > context:
             raise InputError(
-                f"prompt of row {number}", f"{len(ids)} tokens, with trainer.max_completion_length={response}",
+                f"prompt of row {number}", f"{len(ids)} tokens, with responses of up to {response}",
                 f"at most {context} together, the model's context", "drop the row or set a smaller limit",
             )  # fmt: skip
 

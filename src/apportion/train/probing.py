@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from accelerate.utils import gather_object
 
+from apportion.credit.method import CreditMethod
+from apportion.credit.pipeline import stages_of
 from apportion.engines.base import Sampling
 from apportion.engines.transformers import TransformersEngine
 from apportion.measure.evidence import Continuations, Evidence
@@ -26,6 +28,11 @@ def sampling_of(trainer: CreditTrainer) -> Sampling:
         stop_ids=tuple(trainer.eos_token_ids), temperature=trainer.temperature, top_k=trainer.top_k or 0,
         top_p=trainer.top_p, min_p=trainer.min_p or 0.0, repetition_penalty=trainer.repetition_penalty,
     )  # fmt: skip
+
+
+def fresh_budget(method: CreditMethod) -> int:
+    """Tokens that a continuation may use whatever its prefix has used (VinePPO's switch); 0: what the prefix left."""
+    return max(getattr(stage, "fresh_budget", 0) for stage in stages_of(method))
 
 
 class Prober:
@@ -79,6 +86,7 @@ class Prober:
             mine = probe(
                 rollouts, jobs, self.engine, self.sampling, graded, trainer.decode,
                 run=str(trainer.args.seed), step=step, max_new_tokens=trainer.max_completion_length, first=first,
+                fresh_budget=fresh_budget(trainer.credit_method),
                 rescue=self.rescue, rank=trainer.accelerator.process_index, world=trainer.accelerator.num_processes,
             )  # fmt: skip
             gap = self._gap(batch, mine)
