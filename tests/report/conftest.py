@@ -38,7 +38,11 @@ def handmade(tmp_path: Path) -> Callable[..., RunFolder]:
                 "row": i, "group": "g", "sample": i, "prompt": "p", "gold": "1", "mask": [True] * n,
                 "finish": "stop", "verdict": "correct", "reward": 1.0, **given,
             }  # fmt: skip
-            shared = {"method": "probepo", "settings": '{"n0": 4}', "invariants": '{"conserved": 0.0}'}
+            shared = {
+                "method": "probepo",
+                "settings": '{"n0": 4}',
+                "invariants": '{"conserved": 0.0, "telescoping": 0.0}',
+            }
             credits.append(
                 {
                     "row": i, "base": 0.0, "mean": 0.5, "scale": 0.5, "advantage": [0.0] * n, "segments": [],

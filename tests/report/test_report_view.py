@@ -163,3 +163,24 @@ def test_a_real_record_keeps_its_laws(run):
             if s["samples"]:
                 mean = sum(c["reward"] for c in found["items"]) / len(found["items"])
                 assert mean == pytest.approx(s["raw"]) and len(found["items"]) == s["samples"]
+
+
+def test_values_of_another_kind_do_not_end_at_the_reward(handmade, segment):
+    """GRPO-VPS lays beliefs: the last segment ends at its own value, and no sum is held against the reward."""
+    pieces = [segment(0, 1, 0.1, 0.1, 0.0, 0.3, 0), segment(1, 2, 0.4, 0.4, 0.0, -0.2, 0)]
+    run = handmade([{"token_ids": [1, 2], "segments": pieces}], invariants={})
+    (r,) = view_of(run)["responses"]
+    assert [s["after"] for s in r["segments"]] == pytest.approx([0.4, 0.2])
+    assert not any("increments" in check["name"] for check in r["checks"])
+
+
+def test_a_pipelines_stage_keeps_its_shrinkage(handmade, segment):
+    """M = 4 and n₀ = 4 of the stage: the error of the value is half that of the mean."""
+    pieces = [segment(0, 1, 0.5, 0.5, 0.0, 0.25, 0), segment(1, 2, 1.0, 0.75, 0.2, 0.25, 4)]
+    settings = {"avspo": {"rate": 0.1}, "probepo": {"n0": 4}}
+    run = handmade(
+        [{"token_ids": [1, 2], "segments": pieces}], settings=settings, invariants={"probepo/telescoping": 0}
+    )
+    (r,) = view_of(run)["responses"]
+    assert r["segments"][1]["stderr"] == pytest.approx(0.1)
+    assert any("increments" in check["name"] for check in r["checks"])

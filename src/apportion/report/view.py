@@ -105,11 +105,16 @@ def token_texts(text: str | None, char_start: Sequence[int] | None, ids: Sequenc
 
 def _segment_views(c: Row, reward: float | None, texts: Sequence[str]) -> list[dict[str, Any]]:
     segments = c["segments"] or []
-    n0 = json.loads(c["settings"]).get("n0", 0.0)
+    settings = json.loads(c["settings"])
+    # A pipeline has a table of settings a stage.
+    n0 = max(each.get("n0", 0.0) for each in (settings, *settings.values()) if isinstance(each, dict))
     # `stderr` is of the raw value; shrinking V̂ by M/(M + n₀) shrinks its error alike. The reward has none.
     measured = [s["stderr"] * s["samples"] / (s["samples"] + n0) if s["samples"] else 0.0 for s in segments]
     stderr = [*measured, 0.0]
     values = [s["shrunk"] for s in segments] + [reward]
+    if not _telescopes(c):
+        # Values of another kind than rewards, beliefs for example, do not end at the reward.
+        values = [None, *(s["shrunk"] + s["increment"] for s in segments)]
     views = []
     for k, s in enumerate(segments):
         spread = math.hypot(stderr[k], stderr[k + 1])
@@ -133,11 +138,16 @@ def _checks(c: Row, reward: float | None, segments: Sequence[Row], trained: Sequ
         mean = math.fsum(trained) / len(trained)
         checks.append(_check("token mean of A = base", mean, c["base"]))
     known = [s["shrunk"] for s in c["segments"] or [] if _finite(s["shrunk"])]
-    if known and _finite(reward):
+    if known and _finite(reward) and _telescopes(c):
         total = math.fsum(s["increment"] for s in c["segments"])
         opening = "μ" if not segments[0]["samples"] and len(known) == len(segments) else "first V̂"
         checks.append(_check(f"Σ increments = r − {opening}", total, reward - known[0]))
     return checks
+
+
+def _telescopes(c: Row) -> bool:
+    """Whether the increments add up from a first value to the reward, as the method or a stage of it measured."""
+    return any(name.rpartition("/")[2] == "telescoping" for name in json.loads(c["invariants"]))
 
 
 def conserves(method: str) -> str:
