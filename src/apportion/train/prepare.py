@@ -149,8 +149,8 @@ def check(config: RunConfig) -> Checked:
     _check_count(data.train, args)
     check_data(args.make_method(), data.train[0].keys(), data.train, data.steps is not None)
     shape = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    longest = args.max_completion_length + fresh_budget(args.make_method())
-    _check_prompts(data.train, tokenizer, getattr(shape, "max_position_embeddings", None), longest)
+    context, fresh = getattr(shape, "max_position_embeddings", None), fresh_budget(args.make_method())
+    _check_prompts(data.train, tokenizer, context, args.max_completion_length, fresh)
     return Checked(config, args, tokenizer, data)
 
 
@@ -203,8 +203,9 @@ def _check_count(rows: Sequence[Any], args: CreditConfig) -> None:
         )  # fmt: skip
 
 
-def _check_prompts(rows: Sequence[Any], tokenizer: Any, context: int | None, response: int) -> None:
+def _check_prompts(rows: Sequence[Any], tokenizer: Any, context: int | None, response: int, fresh: int) -> None:
     """Raises InputError at the first prompt that cannot be tokenized or leaves no room for a response."""
+    beside = f" and method.fresh_budget={fresh}" if fresh else ""
     for number, row in enumerate(rows, 1):
         prompt = row["prompt"]
         try:
@@ -219,9 +220,9 @@ def _check_prompts(rows: Sequence[Any], tokenizer: Any, context: int | None, res
                 f"prompt of row {number}", f"{_shown(prompt)}, which the model's tokenizer refuses ({error})",
                 "text in the tokenizer's alphabet, and messages that its chat template takes",
             ) from error  # fmt: skip
-        if context is not None and len(ids) + response > context:
+        if context is not None and len(ids) + response + fresh > context:
             raise InputError(
-                f"prompt of row {number}", f"{len(ids)} tokens, with responses of up to {response}",
+                f"prompt of row {number}", f"{len(ids)} tokens, with trainer.max_completion_length={response}{beside}",
                 f"at most {context} together, the model's context", "drop the row or set a smaller limit",
             )  # fmt: skip
 

@@ -252,51 +252,67 @@ def _compare_output(wanted: str, got: str, rule: str) -> bool:
 def grade(gold: Any, prediction: str, settings: CodeSettings) -> Verdict:
     """Correct when every test passes. Abstains on zero tests, on a test that fails by itself, on a sandbox failure,
     and where nobody may run the program."""
+    return judge(gold, prediction, settings)[0]
+
+
+def judge(gold: Any, prediction: str, settings: CodeSettings) -> tuple[Verdict, list[tuple[str, bool]]]:
+    """As `grade`, and the tests in order: (name, whether it passed). They mean nothing where it abstains.
+
+    A name is the test's source, cut off at 120 characters; hidden tests and inputs have a number. A statement between
+    the tests that fails by the program is listed as a failed one.
+    """
     try:
         tests = read_tests(gold)
     except UnreadableTests as error:
-        return Verdict("abstain", str(error))
+        return Verdict("abstain", str(error)), []
     shown = f"{len(tests.counted)} tests"
     program = program_of(prediction, tests)
     runner = settings.runner()
     if runner is None:
-        return Verdict("abstain", LOCAL_CODE_OFF, shown)
+        return Verdict("abstain", LOCAL_CODE_OFF, shown), []
     if not program.strip():
-        return Verdict("wrong", "no program found", shown, None)
+        missing = [(_name(tests, number), False) for number in tests.counted]
+        return Verdict("wrong", "no program found", shown, None), missing
     limits = Limits(settings.wall_s, settings.memory_mb, packages=settings.packages)
     try:
         if tests.stdin:
             return _grade_stdin(tests, program, settings, runner, limits)
         return _grade_calls(tests, program, runner, limits)
     except SandboxError as error:
-        return Verdict("abstain", f"sandbox: {error}", shown, program)
+        return Verdict("abstain", f"sandbox: {error}", shown, program), []
 
 
-def _grade_calls(tests: Tests, program: str, runner: Sandbox, limits: Limits) -> Verdict:
+def _name(tests: Tests, number: int) -> str:
+    # A hidden test's text and values must not reach whoever writes the next prompt.
+    if number >= tests.hidden_from:
+        return f"hidden test {number - tests.hidden_from + 1}"
+    return f"test {number + 1}" if tests.stdin else tests.steps[number][:120]
+
+
+def _grade_calls(tests: Tests, program: str, runner: Sandbox, limits: Limits) -> tuple[Verdict, list[tuple[str, bool]]]:
     shown = f"{len(tests.counted)} tests"
     report = runner.call(CallJob(program, tests.steps, tests.counted, _names(tests)), limits)
     if len(report.results) != len(tests.steps):
         raise SandboxError(f"{len(report.results)} results for {len(tests.steps)} steps")
     failed = [number for number, result in enumerate(report.results) if result.blame == "program"]
+    listed = sorted({*tests.counted, *failed})
+    judged = [(_name(tests, number), not report.results[number].blame) for number in listed]
     if failed:
         passed = sum(not report.results[number].blame for number in tests.counted)
         first = failed[0]
-        # A hidden test's text and values must not reach whoever writes the next prompt.
-        which = (
-            f"hidden test {first - tests.hidden_from + 1}"
-            if first >= tests.hidden_from
-            else f"{tests.steps[first][:120]} ({report.results[first].error})"
-        )
-        return Verdict("wrong", f"{passed} of {shown} passed; first failure: {which}", shown, program)
+        which = _name(tests, first) + (f" ({report.results[first].error})" if first < tests.hidden_from else "")
+        return Verdict("wrong", f"{passed} of {shown} passed; first failure: {which}", shown, program), judged
     broken = next((result for result in report.results if result.blame), None)
     if broken is not None:
-        return Verdict("abstain", f"a test fails by itself: {broken.error}", shown, program)
+        return Verdict("abstain", f"a test fails by itself: {broken.error}", shown, program), judged
     if report.calls == 0:
-        return Verdict("abstain", "no test called the program", shown, program)
-    return Verdict("correct", f"all {shown} passed", shown, program)
+        return Verdict("abstain", "no test called the program", shown, program), judged
+    return Verdict("correct", f"all {shown} passed", shown, program), judged
 
 
-def _grade_stdin(tests: Tests, program: str, settings: CodeSettings, runner: Sandbox, limits: Limits) -> Verdict:
+def _grade_stdin(
+    tests: Tests, program: str, settings: CodeSettings, runner: Sandbox, limits: Limits
+) -> tuple[Verdict, list[tuple[str, bool]]]:
     shown = f"{len(tests.stdin)} tests"
     report = runner.stdin(StdinJob(program, tuple(given for given, _ in tests.stdin)), limits)
     if len(report.results) != len(tests.stdin):
@@ -305,8 +321,9 @@ def _grade_stdin(tests: Tests, program: str, settings: CodeSettings, runner: San
         not result.error and _compare_output(wanted, result.output, settings.output)
         for (_, wanted), result in zip(tests.stdin, report.results, strict=True)
     ]
+    judged = [(_name(tests, number), passed) for number, passed in enumerate(right)]
     if all(right):
-        return Verdict("correct", f"all {shown} passed", shown, program)
+        return Verdict("correct", f"all {shown} passed", shown, program), judged
     first = right.index(False)
     error = report.results[first].error or "other output"
-    return Verdict("wrong", f"{sum(right)} of {shown} passed; test {first + 1}: {error}", shown, program)
+    return Verdict("wrong", f"{sum(right)} of {shown} passed; test {first + 1}: {error}", shown, program), judged

@@ -45,7 +45,10 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """wall_s: seconds for all tests of a program together; memory_mb, file_mb, output_kb: MiB, MiB, KiB."""
+    """wall_s: seconds for all tests of a program together; memory_mb, file_mb, output_kb: MiB, MiB, KiB.
+
+    readable: further folders and files that the program may read where Landlock fences it, on this machine.
+    """
 
     wall_s: float = 10.0
     memory_mb: int = 512
@@ -53,6 +56,7 @@ class Limits:
     output_kb: int = 1024
     processes: int = 1
     packages: bool = False
+    readable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class _Jail:
             "uid": NOBODY if root else None,
             "read_as_root": root and _stdlib_is_private(),
             "path": [*_stdlib_paths(), *packages],
-            "readable": [*_readable(), *packages],
+            "readable": [*_readable(), *packages, *limits.readable],
             "wall_s": limits.wall_s,
             "memory_mb": limits.memory_mb,
             "file_mb": limits.file_mb,
