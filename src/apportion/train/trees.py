@@ -112,7 +112,8 @@ class Trees:
         samples = [len(edges) for edges in taken for _ in edges]
         chunks = self.trainer.args.steps_per_generation
         missing = -len(rows) % chunks if rows else chunks
-        for name, value in {**self.replay.counts, "waiting": len(self.replay)}.items():
+        counts = {name: self.replay.counts[name] for name in ("trained", "zero", "expired")}
+        for name, value in {**counts, "waiting": len(self.replay)}.items():
             self.trainer.record_metric(f"tree/edges_{name}", float(value))
         self.replay.counts.clear()
         return self._batch(rows, samples, missing)
