@@ -69,14 +69,13 @@ def verdict_of(reward: float | None) -> str:
 
 def rollout_rows(rollouts: Rollouts, prompts: Sequence[str], golds: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a step's `rollouts` file. `prompts` and `golds` hold one text a response."""
-    seen: dict[int, int] = {}
     rows = []
     for i, (a, b) in enumerate(_spans(rollouts)):
         group = int(rollouts.group[i])
         reward = float(rollouts.reward[i])
         rows.append(
             {
-                "row": i, "group": rollouts.name(i), "sample": seen.get(group, 0),
+                "row": i, "group": rollouts.name(i), "sample": rollouts.sample[i],
                 "prompt": prompts[i], "gold": golds[i],
                 "prompt_ids": rollouts.prompt_ids[group].tolist() if rollouts.prompt_ids else None,
                 "token_ids": rollouts.token_ids[a:b].tolist(), "mask": rollouts.mask[a:b].tolist(),
@@ -89,7 +88,6 @@ def rollout_rows(rollouts: Rollouts, prompts: Sequence[str], golds: Sequence[str
                 "path": list(rollouts.path[i]) if rollouts.path else None,
             }
         )  # fmt: skip
-        seen[group] = seen.get(group, 0) + 1
     return rows
 
 
@@ -135,6 +133,19 @@ class RunFolder:
     def steps(self) -> list[int]:
         """The steps with recorded credit, rising."""
         return sorted(int(p.stem.split("-")[1]) for p in (self.path / "credit").glob("step-*.parquet"))
+
+    def recorded_steps(self) -> list[int]:
+        """The same.
+
+        Raises:
+            InputError: there are none.
+        """
+        if steps := self.steps():
+            return steps
+        raise InputError(
+            "RUN", str(self.path), "the folder of a run, with credit/step-*.parquet in it",
+            "train with `apportion train`, which records every step",
+        )  # fmt: skip
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Appends one step's metrics. Flushed at once, so that a stopped run keeps them."""

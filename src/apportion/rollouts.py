@@ -228,6 +228,16 @@ class Rollouts:
         return _within(self.length)
 
     @cached_property
+    def sample(self) -> list[int]:
+        """R numbers: a response's own among those of its group, from 0, in the order of the batch."""
+        count = [0] * self.groups
+        out = []
+        for group in self.group.tolist():
+            out.append(count[group])
+            count[group] += 1
+        return out
+
+    @cached_property
     def trainable(self) -> Tensor:
         """[R] number of trainable tokens, float64 (it is only ever divided by)."""
         return self.row_sum(self.mask.double())

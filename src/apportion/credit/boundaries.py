@@ -105,6 +105,19 @@ def take_increments(rollouts: Rollouts, segments: Segments, shrunk: Tensor) -> t
     return filled, float(error.max()) if len(error) else 0.0
 
 
+def value_changes(rollouts: Rollouts, pivots: Continuations) -> tuple[Segments, float]:
+    """Scored responses cut at their measured states, each segment with the change in value across it.
+
+    What stands before a response's first measured state has no value, and its change is 0.
+
+    Returns:
+        the segments, and the error of `take_increments`.
+    """
+    unknown = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
+    laid = lay_segments(rollouts, pivots, rollouts.scored[pivots.row], opening=unknown)
+    return take_increments(rollouts, laid, laid.raw)
+
+
 def per_token(segments: Segments, values: Tensor) -> Tensor:
     """[N] values of [S] segments on their tokens. Segments cover every token, in order."""
     return torch.repeat_interleave(values, segments.end - segments.start)

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from apportion.credit.boundaries import lay_segments, per_token, take_increments
+from apportion.credit.boundaries import per_token, value_changes
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit
 from apportion.errors import InputError
@@ -76,10 +76,7 @@ class SPOChain(CreditMethod):
             fix = "measure what `apportion plan --method spo_chain` lists"
             self.demand("evidence.continuations", None, wanted, fix)
             pivots = Continuations.from_rewards(rollouts, [])
-        keep = rollouts.scored[pivots.row]
-        unknown = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
-        segments = lay_segments(rollouts, pivots, keep, opening=unknown)
-        segments, error = take_increments(rollouts, segments, segments.raw)
+        segments, error = value_changes(rollouts, pivots)
         residual = per_token(segments, segments.increment)
         scored = rollouts.mask & rollouts.scored[rollouts.row]
         trained = scored & (unsure | ~has_cut[rollouts.row]) if self.probability_mask else scored
@@ -90,7 +87,7 @@ class SPOChain(CreditMethod):
             method=self.name, settings=self.settings, conserves=self.keeps,
             invariants={"telescoping": error},
             counts={
-                "pivots": int(keep.sum()),
+                "pivots": int(rollouts.scored[pivots.row].sum()),
                 "dropped_pivots": pivots.dropped,
                 "unmeasured_tokens": int((unmeasured & scored & unsure).sum()),
                 "confident_tokens": int((scored & ~trained).sum()),

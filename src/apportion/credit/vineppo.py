@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from apportion.credit.boundaries import lay_segments, per_token, step_positions, take_increments
+from apportion.credit.boundaries import per_token, step_positions, value_changes
 from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit
 from apportion.credit.reinforce_pp import whiten
@@ -67,10 +67,7 @@ class VinePPO(CreditMethod):
                 "measure what `apportion plan --method vineppo` lists",
             )  # fmt: skip
         pivots = pivots or Continuations.from_rewards(rollouts, [])
-        keep = rollouts.scored[pivots.row]
-        unknown = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
-        segments = lay_segments(rollouts, pivots, keep, opening=unknown)
-        segments, error = take_increments(rollouts, segments, segments.raw)
+        segments, error = value_changes(rollouts, pivots)
         residual = per_token(segments, segments.increment)
         scored = rollouts.mask & rollouts.scored[rollouts.row]
         if self.whiten:
@@ -81,7 +78,7 @@ class VinePPO(CreditMethod):
             method=self.name, settings=self.settings, conserves=self.keeps,
             invariants={"telescoping": error},
             counts={
-                "pivots": int(keep.sum()),
+                "pivots": int(rollouts.scored[pivots.row].sum()),
                 "dropped_pivots": pivots.dropped,
                 "unmeasured_tokens": int((unmeasured & scored).sum()),
             },

@@ -66,12 +66,7 @@ def choose_steps(folder: RunFolder, text: str | None) -> list[int]:
     Raises:
         InputError: a run without recorded steps, a text of another form, or one that names no recorded step.
     """
-    recorded = folder.steps()
-    if not recorded:
-        raise InputError(
-            "RUN", str(folder.path), "the folder of a run, with credit/step-*.parquet in it",
-            "train with `apportion train`, which records every step",
-        )  # fmt: skip
+    recorded = folder.recorded_steps()
     if text is None:
         return recorded
     expected = f"steps such as 1,5-9 or last 5; recorded are {recorded[0]} to {recorded[-1]}, {len(recorded)} in all"

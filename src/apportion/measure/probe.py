@@ -239,13 +239,8 @@ def evidence_of(rollouts: Rollouts, jobs: Iterable[Job], probes: Iterable[Probe]
 
 
 def _keys(rollouts: Rollouts, jobs: Sequence[Job], run: str, step: int) -> list[Key]:
-    """The key of each job's state; a response's number counts its group's rows in the order of the batch."""
-    count: dict[int, int] = {}
-    number = []
-    for group in rollouts.group.tolist():
-        number.append(count.get(group, 0))
-        count[group] = number[-1] + 1
-    return [Key(run, step, rollouts.name(job.row), number[job.row], job.position) for job in jobs]
+    """The key of each job's state."""
+    return [Key(run, step, rollouts.name(job.row), rollouts.sample[job.row], job.position) for job in jobs]
 
 
 def _reserved(request: Request, rescue: Rescue) -> Request:

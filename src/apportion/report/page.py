@@ -99,12 +99,7 @@ def find_steps(folder: RunFolder, step: int | None) -> list[int]:
     Raises:
         InputError: the run has no record of credit, or none of that step.
     """
-    steps = folder.steps()
-    if not steps:
-        raise InputError(
-            "RUN", str(folder.path), "the folder of a run, with credit/step-*.parquet in it",
-            "train with `apportion train`, which records every step",
-        )  # fmt: skip
+    steps = folder.recorded_steps()
     if step is None:
         return steps
     if step not in steps:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import trl
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import nanstd
 
@@ -24,7 +24,7 @@ from apportion.groups import Base, group_stats, live_rows
 from apportion.rollouts import Rollouts
 from apportion.segments import token_offsets
 from apportion.train.compatibility import GOLD_COLUMNS, measures
-from apportion.train.reference import count_pass, reference_logps
+from apportion.train.reference import count_pass, evaluating, reference_logps
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
@@ -266,17 +266,6 @@ def _check_order(responses: list[dict[str, Any]], size: int) -> None:
                 f"TRL {trl.__version__} no longer lays the {size} responses of a prompt side by side: response {i} has "
                 "another prompt than the first of its group. Install a TRL release that the tests name"
             )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off, and the key-value cache that gradient checkpointing forbids in training mode back."""
-    was = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was)
 
 
 @contextmanager

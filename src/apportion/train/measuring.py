@@ -179,9 +179,7 @@ class Measurer:
 
 
 def _key(batch: Batch, row: int, run: str, step: int) -> Key:
-    rollouts = batch.rollouts
-    sample = int((rollouts.group[:row] == rollouts.group[row]).sum())
-    return Key(run, step, rollouts.name(row), sample, 0)
+    return Key(run, step, batch.rollouts.name(row), batch.rollouts.sample[row], 0)
 
 
 def _evidence(

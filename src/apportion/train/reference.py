@@ -6,6 +6,8 @@ Shapes: _B rows, _T padded tokens.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,10 +57,16 @@ def reference_logps(trainer: CreditTrainer, rows: dict[str, Tensor]) -> Tensor:
     if model is not None:
         return logps(model)
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    was = policy.training
-    policy.eval()
+    with evaluating(policy), policy.disable_adapter():
+        return logps(trainer.model)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off, and the key-value cache that gradient checkpointing forbids in training mode back."""
+    was = model.training
+    model.eval()
     try:
-        with policy.disable_adapter():
-            return logps(trainer.model)
+        yield
     finally:
-        policy.train(was)
+        model.train(was)
