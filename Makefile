@@ -15,8 +15,8 @@ demo: $(READY)
 	$(BIN)/apportion demo
 
 test: $(READY)
-	$(BIN)/ruff check src tests examples scripts
-	$(BIN)/ruff format --check src tests examples scripts
+	$(BIN)/ruff check src tests examples scripts benchmarks
+	$(BIN)/ruff format --check src tests examples scripts benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest
 

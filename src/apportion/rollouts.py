@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,8 +169,8 @@ class Rollouts:
             **{"names": tuple(str(name) for name in names.tolist()), **rest},
         )
 
-    def to_padded(self, values: Tensor, width: int | None = None) -> Tensor:
-        """Lays [N] values out as (R, width), padded on the right with 0.
+    def to_padded(self, values: Tensor, width: int | None = None, fill: float = 0) -> Tensor:
+        """Lays [N] values out as (R, width), padded on the right with `fill`.
 
         Raises:
             InputError: `values` is not [N], or `width` is smaller than the longest response.
@@ -180,9 +181,7 @@ class Rollouts:
             raise InputError("values", tuple(values.shape), f"shape {tuple(self.token_ids.shape)}")
         if width < longest:
             raise InputError("width", width, f"at least the longest response, {longest}")
-        out = values.new_zeros((len(self), width))
-        out[self.row, self.position] = values
-        return out
+        return values.new_full((len(self), width), fill).masked_scatter_(self._present(width), values)
 
     def select(self, rows: Sequence[int] | Tensor) -> Rollouts:
         """The batch of these rows, in this order. Groups that lose all their members are renumbered away.
@@ -195,7 +194,7 @@ class Rollouts:
             raise InputError("rows", "booleans", "row numbers", "pass `mask.nonzero()[:, 0]`")
         index = index.long()
         length = self.length[index]
-        token = torch.repeat_interleave(self.offsets[:-1][index], length) + _within(length)
+        token = repeated(self.offsets[:-1][index], length) + _within(length)
         kept, dense = torch.unique(self.group[index], return_inverse=True)
         change: dict[str, Any] = {"group": dense, "offsets": _offsets(length)}
         for field, value in ((f.name, getattr(self, f.name)) for f in fields(self)):
@@ -220,7 +219,7 @@ class Rollouts:
     @cached_property
     def row(self) -> Tensor:
         """[N] the response each token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.length)
+        return self.spread(torch.arange(len(self)))
 
     @cached_property
     def position(self) -> Tensor:
@@ -247,14 +246,48 @@ class Rollouts:
         """[R] bool: has a reward and at least one trainable token, so group statistics count it."""
         return ~torch.isnan(self.reward) & (self.trainable > 0)
 
+    @cached_property
+    def counted(self) -> Tensor:
+        """[N] bool: trainable tokens of responses with a reward."""
+        return self.mask & self.spread(self.scored)
+
     @property
     def groups(self) -> int:
         """P, the number of prompts."""
         return int(self.group.max()) + 1 if len(self) else 0
 
+    def spread(self, values: Tensor) -> Tensor:
+        """[N] each response's one of [R] values on all its tokens."""
+        return repeated(values, self.length)
+
     def row_sum(self, values: Tensor) -> Tensor:
-        """[R] sums of [N] values over each response, in the values' dtype."""
-        return values.new_zeros(len(self)).index_add_(0, self.row, values)
+        """[R] sums of [N] numbers over each response, in their dtype; 0 for an empty one."""
+        return self._by_row(np.add, values, 0)
+
+    def row_min(self, values: Tensor) -> Tensor:
+        """[R] the smallest of [N] numbers in each response; ∞ for an empty one."""
+        return self._by_row(np.minimum, values, torch.inf)
+
+    def row_max(self, values: Tensor) -> Tensor:
+        """[R] the largest of [N] numbers in each response; −∞ for an empty one."""
+        return self._by_row(np.maximum, values, -torch.inf)
+
+    def running_sum(self, values: Tensor) -> Tensor:
+        """[N] the sum of each of [N] numbers and those before it in its response."""
+        padded = self.to_padded(values)
+        return padded.cumsum(1).masked_select(self._present(padded.shape[1]))
+
+    def _present(self, width: int) -> Tensor:
+        return torch.arange(width) < self.length[:, None]
+
+    def _by_row(self, reduce: np.ufunc, values: Tensor, empty: float) -> Tensor:
+        # Tokens of a response lie side by side, which makes this several times faster than scattering them. A piece
+        # of `reduceat` reaches to the next start, so the starts of empty responses are left out.
+        some = self.length > 0
+        found = values.new_full((len(self),), empty)
+        if some.any():
+            found[some] = torch.from_numpy(reduce.reduceat(values.numpy(), self.offsets[:-1][some].numpy()))
+        return found
 
     def row_mean(self, values: Tensor) -> Tensor:
         """[R] float64 means over each response's trainable tokens; 0 where it has none."""
@@ -282,8 +315,13 @@ def _offsets(length: Tensor) -> Tensor:
 
 def _within(length: Tensor) -> Tensor:
     """0, 1, … inside each run of the given lengths."""
-    start = torch.repeat_interleave(length.cumsum(0) - length, length)
-    return torch.arange(int(length.sum())) - start
+    start = repeated(length.cumsum(0) - length, length)
+    return torch.arange(len(start)) - start
+
+
+def repeated(values: Tensor, times: Tensor) -> Tensor:
+    """Each of [K] values as often as `times` says, in a seventh of the time of torch.repeat_interleave."""
+    return torch.from_numpy(np.repeat(values.numpy(), times.numpy()))
 
 
 def _same_shape(field: str, value: Tensor, like: Tensor) -> Tensor:

@@ -108,12 +108,13 @@ def test_equal_importance_is_no_reason_to_move_credit() -> None:
 def test_row_quantile_is_torch_quantile() -> None:
     fill = random.Random(0)
     rows = [[fill.choice((0.0, 0.5, fill.random())) for _ in range(n)] for n in (1, 2, 0, 7, 40)]
-    owner = torch.tensor([i for i, row in enumerate(rows) for _ in row])
+    use = torch.tensor([fill.random() < 0.8 for row in rows for _ in row])
     flat = torch.tensor([v for row in rows for v in row], dtype=torch.float64)
-    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(1))
+    rollouts = Rollouts.from_lists([[1] * len(row) for row in rows], range(len(rows)), [1.0] * len(rows))
+    counted = [own[kept] for own, kept in zip(*(t.split([len(r) for r in rows]) for t in (flat, use)), strict=True)]
     for q in (0.0, 0.07, 0.25, 0.5, 0.97, 1.0):
-        found = row_quantile(flat[order], owner[order], len(rows), q)
-        wanted = [torch.tensor(row, dtype=torch.float64).quantile(q).item() if row else 0.0 for row in rows]
+        found = row_quantile(rollouts, flat, use, q)
+        wanted = [own.quantile(q).item() if len(own) else 0.0 for own in counted]
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
@@ -140,7 +141,8 @@ def test_equals_reference(batch: Batch, seed: int, beta: float, q: float, floor:
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.floats(0, 1), st.floats(0, 5))
 def test_weights_rise_with_importance(importance: list[float], q: float, beta: float) -> None:
     values = torch.tensor(importance, dtype=torch.float64)
-    weight = bilevel(values, torch.zeros(len(values), dtype=torch.int64), 1, beta, q, 0.1, normalize=True)
+    rollouts = Rollouts.from_lists([[1] * len(values)], [0], [1.0])
+    weight = bilevel(rollouts, values, rollouts.mask, beta, q, 0.1, normalize=True)
     assert (weight[values.argsort()].diff() >= -1e-9).all()
     assert weight.sum().item() == pytest.approx(len(values)) and (weight > 0).all()
 

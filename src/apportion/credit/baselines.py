@@ -64,7 +64,7 @@ class OPO(BaseEstimator):
     marks: ClassVar[str] = "[paper]"
 
     def rebase(self, rollouts: Rollouts, base: Base) -> Base:
-        length = torch.where(rollouts.scored, rollouts.trainable, 0.0)
+        length = rollouts.trainable * rollouts.scored
         reward = torch.where(rollouts.scored, rollouts.reward.double(), 0.0)
         baseline = group_sum(rollouts, length * reward) / group_sum(rollouts, length).clamp(min=1)
         advantage = torch.where(base.live, reward - baseline, 0.0).float()

@@ -15,7 +15,7 @@ from torch import Tensor
 from apportion.credit.record import Segments
 from apportion.errors import InputError
 from apportion.measure.evidence import Continuations
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, repeated
 from apportion.segments import char_to_token
 
 
@@ -120,7 +120,7 @@ def value_changes(rollouts: Rollouts, pivots: Continuations) -> tuple[Segments, 
 
 def per_token(segments: Segments, values: Tensor) -> Tensor:
     """[N] values of [S] segments on their tokens. Segments cover every token, in order."""
-    return torch.repeat_interleave(values, segments.end - segments.start)
+    return repeated(values, segments.end - segments.start)
 
 
 def lay_states(rollouts: Rollouts, row: Tensor, position: Tensor, value: Tensor) -> tuple[Segments, Tensor]:

@@ -1,6 +1,6 @@
 """CW-GRPO: tokens whose log-probability moves most with the advantage weigh less.
 
-Shapes: _N flat tokens, _G scopes (prompt groups, or the batch).
+Shapes: _N flat tokens, _R responses.
 """
 
 from __future__ import annotations
@@ -51,50 +51,58 @@ class CWGRPO(Reweighting):
             raise InputError(
                 f"{self.name}: old_logprob", "none", "one value a token", "give `old_logprob` for every row"
             )
-        use, scope, scopes = self._scope(rollouts)
-        logprob, spread = rollouts.old_logprob.double()[use], advantage[use]
-        c = _deviations(logprob, scope, scopes) * _deviations(spread, scope, scopes)
-        deviation = _mean(_deviations(c, scope, scopes) ** 2, scope, scopes).sqrt()
+        scope = _Scope(rollouts, self.scope)
+        logprob, spread = scope.only(rollouts.old_logprob.double()), scope.only(advantage)
+        c = scope.deviations(logprob) * scope.deviations(spread)
+        deviation = scope.mean(scope.deviations(c) ** 2).sqrt()
         flat = deviation < 1e-12
         for values in (logprob, spread, c):
-            flat |= _equal(values, scope, scopes)
-        exponent = c**2 / (2 * deviation.masked_fill(flat, 1.0)[scope] ** 2)
-        raw = torch.exp(_extreme(exponent, scope, scopes, "amin")[scope] - exponent)
-        weight = torch.ones_like(advantage)
-        weight[use] = torch.where(flat[scope], 1.0, raw / _mean(raw, scope, scopes)[scope])
-        return weight
+            flat = flat | scope.equal(values)
+        exponent = c**2 / rollouts.spread(2 * deviation.masked_fill(flat, 1.0) ** 2)
+        raw = torch.exp(rollouts.spread(scope.least(exponent)) - exponent)
+        weight = raw / rollouts.spread(scope.mean(raw))
+        return torch.where(scope.use & ~rollouts.spread(flat), weight, 1.0)
 
     def invariants(self, rollouts: Rollouts, weight: Tensor) -> Mapping[str, float]:
         """`mean_weight`: the largest distance of a scope's mean weight from 1."""
-        use, scope, scopes = self._scope(rollouts)
-        gap = _mean(weight[use] - 1, scope, scopes).abs()
-        return {"mean_weight": float(gap.max()) if scopes else 0.0}
-
-    def _scope(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, int]:
-        """[N] bool, the tokens that count; the scope of each of those; the number of scopes."""
-        use = rollouts.mask & rollouts.scored[rollouts.row]
-        if self.scope == "batch":
-            return use, torch.zeros_like(rollouts.row[use]), 1
-        return use, rollouts.group[rollouts.row[use]], rollouts.groups
+        gap = _Scope(rollouts, self.scope).mean(weight - 1).abs()
+        return {"mean_weight": float(gap.max()) if len(gap) else 0.0}
 
 
-def _mean(values: Tensor, scope: Tensor, scopes: int) -> Tensor:
-    """[G] means over each scope; 0 for one without tokens."""
-    total = values.new_zeros(scopes).index_add_(0, scope, values)
-    return total / torch.bincount(scope, minlength=scopes).clamp(min=1)
+class _Scope:
+    """Statistics over the tokens that are compared: a scope's, as the [R] value of each response in it.
 
+    Attributes:
+        use: [N] bool, the tokens that count.
+    """
 
-def _deviations(values: Tensor, scope: Tensor, scopes: int) -> Tensor:
-    """Each value's distance from the mean of its scope."""
-    return values - _mean(values, scope, scopes)[scope]
+    def __init__(self, rollouts: Rollouts, scope: Literal["group", "batch"]) -> None:
+        self.use, self._rollouts = rollouts.counted, rollouts
+        self._group = rollouts.group if scope == "group" else torch.zeros_like(rollouts.group)
+        self._count = self._total(rollouts.row_sum(self.use.double())).clamp(min=1)
 
+    def _total(self, values_R: Tensor) -> Tensor:
+        total = values_R.new_zeros(len(values_R)).index_add_(0, self._group, values_R)
+        return total[self._group]
 
-def _equal(values: Tensor, scope: Tensor, scopes: int) -> Tensor:
-    """[G] bool: a scope's values are equal to 1e-8 of the largest. Their mean may be off by what a sum rounds."""
-    largest = _extreme(values.abs(), scope, scopes, "amax")
-    return _extreme(values, scope, scopes, "amax") - _extreme(values, scope, scopes, "amin") <= 1e-8 * largest
+    def only(self, values: Tensor) -> Tensor:
+        """[N] values, 0 on tokens that do not count."""
+        return torch.where(self.use, values, 0.0)
 
+    def mean(self, values: Tensor) -> Tensor:
+        return self._total(self._rollouts.row_sum(self.only(values))) / self._count
 
-def _extreme(values: Tensor, scope: Tensor, scopes: int, how: Literal["amax", "amin"]) -> Tensor:
-    """[G] the largest or smallest value of each scope; 0 for one without tokens."""
-    return values.new_zeros(scopes).scatter_reduce_(0, scope, values, how, include_self=False)
+    def deviations(self, values: Tensor) -> Tensor:
+        """[N] each value's distance from the mean of its scope, 0 on tokens that do not count."""
+        return self.only(values - self._rollouts.spread(self.mean(values)))
+
+    def least(self, values: Tensor) -> Tensor:
+        """The smallest value of the tokens that count; ∞ without one."""
+        least = self._rollouts.row_min(torch.where(self.use, values, torch.inf))
+        found = torch.full_like(least, torch.inf).scatter_reduce(0, self._group, least, "amin")
+        return found[self._group]
+
+    def equal(self, values: Tensor) -> Tensor:
+        """Whether the values are equal to 1e-8 of the largest. Their mean may be off by what a sum rounds."""
+        low, high = self.least(values), -self.least(-values)
+        return high - low <= 1e-8 * torch.maximum(low.abs(), high.abs())

@@ -64,12 +64,12 @@ class EPGRPO(CreditMethod):
         entropy, logprob, reference = (self._field(rollouts, f) for f in ("entropy", "old_logprob", "ref_logprob"))
         # An engine in bf16 may report an entropy a little below 0.
         entropy = entropy.clamp(min=0.0)
-        use = rollouts.mask & rollouts.scored[rollouts.row]
+        use = rollouts.counted
         gate = self._gate(entropy, use)
-        signal = self._direction(rollouts, base)[rollouts.row] * self.lambda_ * (logprob - reference)
-        bucket = rollouts.group[rollouts.row] * self.buckets + self._bucket(rollouts, entropy)
+        signal = rollouts.spread(self._direction(rollouts, base)) * self.lambda_ * (logprob - reference)
+        bucket = rollouts.spread(rollouts.group * self.buckets) + self._bucket(rollouts, entropy)
         z = standardised(signal, bucket, use, rollouts.groups * self.buckets)
-        compared = use & compared_rows(rollouts)[rollouts.row]
+        compared = use & rollouts.spread(compared_rows(rollouts))
         return Credit.form(
             rollouts, base.advantage, weight=gate, residual=torch.where(compared, self.eta * gate * z, 0.0),
             method=self.name, settings=self.settings, conserves=self.keeps,
@@ -84,15 +84,13 @@ class EPGRPO(CreditMethod):
 
     def _gate(self, entropy: Tensor, use: Tensor) -> Tensor:
         """[N] W_t; whatever it is on tokens out of `use`."""
-        seen = entropy[use]
-        if not len(seen):
+        count = int(use.sum())
+        if not count:
             return torch.ones_like(entropy)
-        mean, deviation = seen.mean(), seen.std(correction=0)
-        if deviation < 1e-8:
-            gate = torch.full_like(entropy, 0.5)
-        else:
-            gate = torch.sigmoid(self.gamma * (entropy - mean) / deviation)
-        return gate / gate[use].mean() if self.mean_gate else gate
+        distance = entropy - torch.where(use, entropy, 0.0).sum() / count
+        deviation = (torch.where(use, distance**2, 0.0).sum() / count).sqrt()
+        gate = torch.full_like(entropy, 0.5) if deviation < 1e-8 else torch.sigmoid(distance * (self.gamma / deviation))
+        return gate / (torch.where(use, gate, 0.0).sum() / count) if self.mean_gate else gate
 
     def _direction(self, rollouts: Rollouts, base: Base) -> Tensor:
         """[R] d_i: −1, 0 or 1."""
@@ -103,13 +101,10 @@ class EPGRPO(CreditMethod):
     def _bucket(self, rollouts: Rollouts, entropy: Tensor) -> Tensor:
         """[N] int64, the bucket of each token's progress coordinate."""
         # Added up row by row and not along the flat batch, whose order must not reach the edges of the buckets.
-        spent = rollouts.to_padded(entropy).cumsum(1)[rollouts.row, rollouts.position]
-        total = torch.zeros(len(rollouts), dtype=torch.float64)
-        total = total.scatter_reduce(0, rollouts.row, spent, "amax")[rollouts.row]
-        before = rollouts.trainable.cumsum(0) - rollouts.trainable
-        count = rollouts.mask.double().cumsum(0) - before[rollouts.row]
-        share = count / rollouts.trainable.clamp(min=1)[rollouts.row]
-        progress = torch.where(total > 0, spent / total.clamp(min=1e-300), share)
+        spent, total = rollouts.running_sum(entropy), rollouts.row_sum(entropy)
+        count, silent = rollouts.running_sum(rollouts.mask.double()), total == 0
+        progress = torch.where(rollouts.spread(silent), count, spent)
+        progress /= rollouts.spread(torch.where(silent, rollouts.trainable, total).clamp(min=1e-300))
         # The hair is taken off because 10 · (.1 + .2) comes out above 3.
         return (torch.ceil(self.buckets * progress - 1e-9) - 1).clamp(0, self.buckets - 1).long()
 

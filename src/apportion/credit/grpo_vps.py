@@ -91,7 +91,7 @@ class GRPOVPS(CreditMethod):
         belief = belief or Belief.from_entries(rollouts, [], [])
         check_opening("grpo_vps: evidence.belief", rollouts, belief.row, belief.position)
         segments, _ = lay_states(rollouts, belief.row, belief.position, belief.logprob.exp())
-        use = before_answer(rollouts, evidence) & compared[rollouts.row]
+        use = before_answer(rollouts, evidence) & rollouts.spread(compared)
         change = torch.where(use, per_token(segments, segments.increment), 0.0)
         return Credit.form(
             rollouts, centred(rollouts, base).float(), residual=self.alpha * change, segments=segments,
@@ -105,4 +105,4 @@ def before_answer(rollouts: Rollouts, evidence: Evidence) -> Tensor:
     start = evidence.answer_start
     if start is None:
         return torch.ones_like(rollouts.mask)
-    return ((start < 0)[rollouts.row]) | (rollouts.position < start[rollouts.row])
+    return rollouts.position < rollouts.spread(torch.where(start < 0, rollouts.length, start))

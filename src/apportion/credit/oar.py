@@ -1,6 +1,6 @@
 """OAR: outcome-grounded advantage reshaping. Tokens that the answer hangs on get more of the advantage.
 
-Shapes: _N flat tokens, _R responses, _K values, each with the response it belongs to.
+Shapes: _N flat tokens, _R responses.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -54,19 +55,18 @@ class _OAR(CreditMethod):
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         start = rollouts.length if evidence.answer_start is None else evidence.answer_start
         # A response without an answer starts it at −1, and so has no token before it.
-        reasoning = rollouts.mask & (rollouts.position < start[rollouts.row])
+        reasoning = rollouts.mask & (rollouts.position < rollouts.spread(start))
         wanted = base.live & (rollouts.row_sum(reasoning.long()) > 0)
         measured = evidence.importance
         self.demand(
             "evidence.importance", None if measured is None else measured.given, wanted,
             f"measure what `apportion plan --method {self.name}` lists; `answer_start` null where there is no answer",
         )  # fmt: skip
-        weight = torch.ones(len(rollouts.row), dtype=torch.float64)
+        weight = None
         if measured is not None:
-            use = reasoning & measured.given[rollouts.row]
-            weight[use] = bilevel(
-                measured.value[use], rollouts.row[use], len(rollouts),
-                self.beta, self.quantile, self.floor, self.normalize,
+            use = reasoning & rollouts.spread(measured.given)
+            weight = bilevel(
+                rollouts, measured.value, use, self.beta, self.quantile, self.floor, self.normalize
             )  # fmt: skip
         return Credit.form(
             rollouts, base.advantage, weight=weight,
@@ -110,53 +110,49 @@ class OARG(_OAR):
 
 
 def bilevel(
-    importance: Tensor, row: Tensor, rows: int, beta: float, quantile: float, floor: float, normalize: bool
+    rollouts: Rollouts, importance: Tensor, use: Tensor, beta: float, quantile: float, floor: float, normalize: bool
 ) -> Tensor:
-    """[K] weights: tokens below their response's quantile are held down, those above it boosted.
+    """[N] weights: tokens below their response's quantile are held down, those above it boosted; 1 out of `use`.
 
     Bi-level reshaping of OAR [paper]: n = min-max of log1p(I) over the response; θ its quantile;
     w = max(n/(θ + 1e-8), floor) where n < θ, else 1 + β(n − θ)/(1 − θ + 1e-8); then w·K_i/Σw.
     I = (0, .1, .5, 2) gives n = (0, .0868, .3691, 1), θ = .0651 and w = (.1, 1.0232, 1.3252, 2).
 
     Args:
-        importance: [K] float64 from 0. row: [K] int64 below `rows`.
+        importance: [N] float64 from 0. use: [N] bool, the tokens that are weighed.
     """
-    n = row_minmax(torch.log1p(importance), row, rows)
-    theta = row_quantile(n, row, rows, quantile)[row]
+    n = row_minmax(rollouts, torch.log1p(importance), use)
+    theta = rollouts.spread(row_quantile(rollouts, n, use, quantile))
     above = 1 + beta * (n - theta) / (1 - theta + 1e-8)
     weight = torch.where(n < theta, (n / (theta + 1e-8)).clamp(min=floor), above)
-    return keep_mass(weight, row, rows) if normalize else weight
+    return keep_mass(rollouts, weight, use) if normalize else torch.where(use, weight, 1.0)
 
 
-def keep_mass(weight: Tensor, row: Tensor, rows: int) -> Tensor:
-    """[K] weights times the number of the response's weights over their sum, which is above 0."""
-    total = torch.zeros(rows, dtype=torch.float64).index_add_(0, row, weight)
-    return weight * (torch.bincount(row, minlength=rows) / total)[row]
+def keep_mass(rollouts: Rollouts, weight: Tensor, use: Tensor) -> Tensor:
+    """[N] weights times the number of the response's tokens in `use` over their sum, which is above 0; 1 elsewhere."""
+    total = rollouts.row_sum(torch.where(use, weight, 0.0))
+    return torch.where(use, weight * rollouts.spread(rollouts.row_sum(use.double()) / total), 1.0)
 
 
-def row_minmax(values: Tensor, row: Tensor, rows: int) -> Tensor:
-    """[K] (x − min)/(max − min) over the values of the same response; the range is 1 where they are all equal."""
-
-    def extreme(how: str) -> Tensor:
-        return torch.zeros(rows, dtype=torch.float64).scatter_reduce_(0, row, values, how, include_self=False)
-
-    low, high = extreme("amin"), extreme("amax")
-    return (values - low[row]) / torch.where(high > low, high - low, 1.0)[row]
+def row_minmax(rollouts: Rollouts, values: Tensor, use: Tensor) -> Tensor:
+    """[N] (x − min)/(max − min) over the response's tokens in `use`; the range is 1 where they are all equal."""
+    low = rollouts.row_min(torch.where(use, values, torch.inf))
+    high = rollouts.row_max(torch.where(use, values, -torch.inf))
+    return (values - rollouts.spread(low)) / rollouts.spread(torch.where(high > low, high - low, 1.0))
 
 
-def row_quantile(values: Tensor, row: Tensor, rows: int, q: float) -> Tensor:
-    """[R] the q-quantile of each response's values, between order statistics linearly; 0 where it has none."""
-    order = torch.argsort(values)
-    order = order[torch.argsort(row[order], stable=True)]
-    count = torch.bincount(row, minlength=rows)
+def row_quantile(rollouts: Rollouts, values: Tensor, use: Tensor, q: float) -> Tensor:
+    """[R] the q-quantile of each response's tokens in `use`, between order statistics linearly; 0 without any."""
+    count = rollouts.row_sum(use.long())
+    if not count.any():
+        return torch.zeros(len(rollouts), dtype=torch.float64)
     place = (count - 1).clamp(min=0).double() * q
-    # The zero at the end is what a response without values points at.
-    ranked = torch.cat([values[order], values.new_zeros(1)])
-    first = count.cumsum(0) - count
-    low, high = (ranked[first + rank.long()] for rank in (place.floor(), place.ceil()))
+    # Tokens that do not count, as the padding, come after all that do.
+    ranked = torch.from_numpy(np.sort(rollouts.to_padded(torch.where(use, values, torch.inf), fill=torch.inf).numpy()))
+    low, high = (ranked.gather(1, rank.long()[:, None])[:, 0] for rank in (place.floor(), place.ceil()))
     return torch.where(count > 0, low + (high - low) * (place - place.floor()), 0.0)
 
 
 def _first_trainable(rollouts: Rollouts) -> Tensor:
-    """[R] the position of the first trainable token; the response's length where it has none."""
-    return rollouts.length.scatter_reduce(0, rollouts.row[rollouts.mask], rollouts.position[rollouts.mask], "amin")
+    """[R] the position of the first trainable token; ∞ where there is none."""
+    return rollouts.row_min(torch.where(rollouts.mask, rollouts.position.double(), torch.inf))

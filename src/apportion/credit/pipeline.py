@@ -227,7 +227,7 @@ def _together(stages: Iterable[tuple[Conserves, bool]]) -> Conserves:
 
 def _spread(rollouts: Rollouts, credit: Credit) -> Tensor:
     """[N] float64 weight · base + residual, 0 on masked tokens: the credit before it was rounded."""
-    value = credit.base.double()[rollouts.row]
+    value = rollouts.spread(credit.base.double())
     value = value if credit.weight is None else value * credit.weight
     value = value if credit.residual is None else value + credit.residual
     return torch.where(rollouts.mask, value, 0.0)

@@ -113,11 +113,11 @@ class ProbePO(CreditMethod):
         shrunk = torch.where(m > 0, (m * segments.raw + self.n0 * mean) / (m + self.n0).clamp(min=1), mean)
         segments, error = take_increments(rollouts, segments, shrunk)
         d = per_token(segments, segments.increment / base.scale[segments.row])
-        residual = self.alpha * (d - rollouts.row_mean(d)[rollouts.row])
+        residual = self.alpha * (d - rollouts.spread(rollouts.row_mean(d)))
         # Where there is no pivot, as in all responses that are not live, D is constant: its residual is 0 and
         # not what rounding leaves.
         whole = torch.bincount(segments.row, minlength=len(rollouts)) < 2
-        residual = residual.masked_fill(whole[rollouts.row], 0.0)
+        residual = residual.masked_fill(rollouts.spread(whole), 0.0)
         return Credit.form(
             rollouts, base.advantage, residual=residual, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
@@ -132,7 +132,7 @@ class ProbePO(CreditMethod):
     def _candidates(self, rollouts: Rollouts, base: Base) -> tuple[Tensor, Tensor, Tensor]:
         """[K] rows, positions and scores of the shortlisted candidates of live groups."""
         if self.placement == "random":
-            inside = base.live[rollouts.row] & (rollouts.position > 0) & rollouts.mask
+            inside = rollouts.spread(base.live) & (rollouts.position > 0) & rollouts.mask
             row, position = rollouts.row[inside], rollouts.position[inside]
             return row, position, _draws(rollouts, self.seed, row, position)
         if rollouts.entropy is None:

@@ -51,13 +51,12 @@ class PRPO(CreditMethod):
             "evidence.importance", None if measured is None else measured.given, base.live,
             "measure what `apportion plan --method prpo` lists",
         )  # fmt: skip
-        weight = torch.ones(len(rollouts.row), dtype=torch.float64)
+        weight = None
         if measured is not None:
-            use = rollouts.mask & measured.given[rollouts.row]
-            row = rollouts.row[use]
-            n = row_minmax(torch.log1p(measured.value[use]), row, len(rollouts))
+            use = rollouts.mask & rollouts.spread(measured.given)
+            n = row_minmax(rollouts, torch.log1p(measured.value), use)
             boost = (n - self.threshold).clamp(min=0) / (1 - self.threshold)
-            weight[use] = keep_mass(1 + self.beta * boost, row, len(rollouts))
+            weight = keep_mass(rollouts, 1 + self.beta * boost, use)
         return Credit.form(
             rollouts, base.advantage, weight=weight,
             method=self.name, settings=self.settings, conserves=self.keeps,

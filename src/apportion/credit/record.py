@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from apportion.errors import InputError
+from apportion.groups import group_sum
 from apportion.rollouts import Rollouts
 
 Conserves = Literal["token_mean", "token_sum", "group_sum", "none"]
@@ -103,13 +105,15 @@ class Credit:
         if base.shape != rollouts.reward.shape:
             raise InputError("base", f"shape {tuple(base.shape)}", f"shape {tuple(rollouts.reward.shape)}")
         base = base.detach()
-        token = base.double()[rollouts.row]
+        varies = weight is not None or residual is not None
+        # A base on all its tokens is not rounded, so it needs no second precision.
+        token = rollouts.spread(base.double() if varies else base.float())
         if weight is not None:
-            token = token * weight
+            token *= weight
         if residual is not None:
-            token = token + residual
+            token += residual
         token = torch.where(rollouts.mask, token, 0.0).float()
-        if not torch.isfinite(token).all():
+        if not np.isfinite(token.numpy()).all():
             row = int(rollouts.row[(~torch.isfinite(token)).nonzero()[0, 0]])
             raise InputError(
                 f"{method}: advantage of row {row}", "a number beyond float32", "finite advantages",
@@ -135,5 +139,5 @@ def conservation_error(rollouts: Rollouts, token: Tensor, base: Tensor, conserve
     if conserves == "token_mean":
         gap = gap / rollouts.trainable.clamp(min=1)
     elif conserves == "group_sum":
-        gap = torch.zeros(rollouts.groups, dtype=gap.dtype).index_add_(0, rollouts.group, gap)
+        gap = group_sum(rollouts, gap)
     return float(gap.abs().max())

@@ -18,24 +18,26 @@ from apportion.measure.evidence import Evidence
 from apportion.rollouts import Rollouts
 
 
-def whiten(values: Tensor, use: Tensor, ddof: int, epsilon: float) -> Tensor:
-    """(x − mean)/(std + ε) over the tokens in `use`, 0 elsewhere.
+def whiten(values: Tensor, tokens: Tensor, ddof: int, epsilon: float) -> Tensor:
+    """(x − mean)/(std + ε) over tokens, 0 where a value stands for none.
 
-    With a single token there is no deviation to divide by: it is returned as it came. With values that are
+    With a single token there is no deviation to divide by: its value is returned as it came. With values that are
     all equal the result is exactly 0; with no token it is all 0.
 
     Args:
-        values: [N] float64.
-        use: [N] bool.
+        values: [K] float64.
+        tokens: [K] how many tokens each value stands for; True and False where it is one token's.
         ddof: 1 for the sample deviation (verl), 0 for the population's.
     """
-    x = values[use]
-    out = torch.zeros_like(values)
-    if len(x) < 2:
-        out[use] = x
-    elif x.max() - x.min() > 1e-8 * max(1.0, float(x.abs().max())):
-        out[use] = (x - x.mean()) / (x.std(correction=ddof) + epsilon)
-    return out
+    use, count = tokens > 0, float(tokens.sum())
+    x = torch.where(use, values, 0.0)
+    if count < 2:
+        return x
+    low, high = torch.where(use, values, torch.inf).min(), torch.where(use, values, -torch.inf).max()
+    if high - low <= 1e-8 * max(1.0, float(low.abs()), float(high.abs())):
+        return torch.zeros_like(x)
+    distance = torch.where(use, values - (x * tokens).sum() / count, 0.0)
+    return distance / (((distance**2 * tokens).sum() / (count - ddof)).sqrt() + epsilon)
 
 
 class _Whitened(CreditMethod):
@@ -51,10 +53,7 @@ class _Whitened(CreditMethod):
     def batch_wide(self) -> bool:
         return True
 
-    def _credit(self, rollouts: Rollouts, values: Tensor, use: Tensor, keep: Tensor | None = None) -> Credit:
-        residual = whiten(values, use, self.ddof, self.epsilon)
-        if keep is not None:
-            residual = torch.where(keep[rollouts.row], residual, 0.0)
+    def _credit(self, rollouts: Rollouts, residual: Tensor) -> Credit:
         return Credit.form(
             rollouts, rollouts.row_mean(residual), weight=torch.zeros_like(residual), residual=residual,
             method=self.name, settings=self.settings, conserves=self.keeps,
@@ -76,13 +75,11 @@ class ReinforcePP(_Whitened):
     gamma: float = Field(1.0, ge=0, le=1, description="discount a token")
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
-        use = rollouts.mask & rollouts.scored[rollouts.row]
-        seen = rollouts.mask.double().cumsum(0)
-        through_row = rollouts.trainable.cumsum(0)[rollouts.row]
-        after = torch.where(use, through_row - seen, 0.0)
-        reward = torch.where(rollouts.scored, rollouts.reward.double(), 0.0)
-        returns = reward[rollouts.row] * self.gamma**after
-        return self._credit(rollouts, returns, use)
+        returns = rollouts.spread(torch.where(rollouts.scored, rollouts.reward.double(), 0.0))
+        if self.gamma < 1:
+            after = rollouts.spread(rollouts.trainable) - rollouts.running_sum(rollouts.mask.double())
+            returns *= self.gamma**after
+        return self._credit(rollouts, whiten(returns, rollouts.counted, self.ddof, self.epsilon))
 
 
 class ReinforcePPBaseline(_Whitened):
@@ -95,5 +92,5 @@ class ReinforcePPBaseline(_Whitened):
     paper: ClassVar[str] = "REINFORCE++-baseline, arXiv 2501.03262"
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
-        use = rollouts.mask & rollouts.scored[rollouts.row]
-        return self._credit(rollouts, centred(rollouts, base)[rollouts.row], use, base.live)
+        white = whiten(centred(rollouts, base), rollouts.trainable * rollouts.scored, self.ddof, self.epsilon)
+        return self._credit(rollouts, rollouts.spread(torch.where(base.live, white, 0.0)))

@@ -100,18 +100,17 @@ class SPAE(CreditMethod):
         counted = (states.position > 0) | (self.first == "prompt")
         row, value = states.row[counted], potential(states.acc, states.conf)[counted]
         segments, measured = lay_states(rollouts, row, states.position[counted], value)
-        scored = rollouts.mask & compared[rollouts.row]
+        scored = rollouts.mask & rollouts.spread(compared)
         step = per_token(segments, measured) & before_answer(rollouts, evidence)
         solved = per_token(segments, _solved_before(segments, len(rollouts), self.threshold))
         f = torch.where(step, 1 - self.alpha * (1 - torch.exp(-solved)), 1.0)
         use = step & scored
-        change = per_token(segments, segments.increment)[use]
-        g = torch.zeros_like(f)
-        g[use] = torch.exp(row_minmax(change, rollouts.row[use], len(rollouts)))
-        g[use] -= g[use].mean()
+        g = torch.exp(row_minmax(rollouts, per_token(segments, segments.increment), use))
+        mean = torch.where(use, g, 0.0).sum() / use.sum().clamp(min=1)
+        g = torch.where(use, g - mean, 0.0)
         outcome, weight, residual = centred(rollouts, base), f, self.xi * g
         if self.whiten:
-            whole = outcome[rollouts.row] * f + residual
+            whole = rollouts.spread(outcome) * f + residual
             weight, residual = torch.zeros_like(f), whiten(whole, scored, self.ddof, self.epsilon)
         return Credit.form(
             rollouts, outcome.float(), weight=weight, residual=residual, segments=segments,

@@ -78,8 +78,9 @@ class SPOChain(CreditMethod):
             pivots = Continuations.from_rewards(rollouts, [])
         segments, error = value_changes(rollouts, pivots)
         residual = per_token(segments, segments.increment)
-        scored = rollouts.mask & rollouts.scored[rollouts.row]
-        trained = scored & (unsure | ~has_cut[rollouts.row]) if self.probability_mask else scored
+        trained = scored = rollouts.counted
+        if self.probability_mask:
+            trained = scored & (unsure | ~rollouts.spread(has_cut))
         residual = torch.where(trained, residual, 0.0)
         unmeasured = per_token(segments, segments.samples) == 0
         return Credit.form(

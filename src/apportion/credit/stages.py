@@ -61,7 +61,7 @@ class Reweighting(CreditMethod):
         return {}
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
-        spread = torch.where(rollouts.mask, base.advantage.detach().double()[rollouts.row], 0.0)
+        spread = torch.where(rollouts.mask, rollouts.spread(base.advantage.detach().double()), 0.0)
         weight = self.reweigh(rollouts, spread)
         return Credit.form(
             rollouts, base.advantage, weight=weight, invariants=self.invariants(rollouts, weight),

@@ -15,7 +15,7 @@ from apportion.credit.method import CreditMethod, Need
 from apportion.credit.record import Conserves, Credit
 from apportion.groups import Base, compared_rows
 from apportion.measure.evidence import Evidence, StepLabels
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, repeated
 
 
 class StepVerified(CreditMethod):
@@ -57,8 +57,7 @@ class StepVerified(CreditMethod):
             kept = compared[steps.row]
             checked, failed = int(kept.sum()), int((kept & ~steps.ok).sum())
             gain = self._verdict(rollouts, steps) - base.mean[steps.row]
-            step, laid = self._laid(rollouts, steps)
-            residual[laid] = torch.where(compared[rollouts.row[laid]], gain[step[laid]], 0.0)
+            residual = self._laid(rollouts, steps, torch.where(kept, gain, 0.0))
         return Credit.form(
             rollouts, base.advantage, residual=residual, counts={"steps": checked, "failed_steps": failed},
             method=self.name, settings=self.settings, conserves=self.keeps,
@@ -75,18 +74,25 @@ class StepVerified(CreditMethod):
         verdict[proven[steps.row]] = self.right
         return verdict
 
-    def _laid(self, rollouts: Rollouts, steps: StepLabels) -> tuple[Tensor, Tensor]:
-        """[N] the step that each token is in, and [N] bool, whether it gets the step's verdict."""
-        tokens = torch.arange(len(rollouts.token_ids))
-        step = torch.searchsorted(rollouts.offsets[steps.row] + steps.start, tokens, right=True) - 1
-        # Tokens before a response's first step fall to the step before it, which is another response's.
-        inside = step >= 0
-        inside[inside.clone()] = steps.row[step[inside]] == rollouts.row[inside]
-        inside &= rollouts.mask & rollouts.scored[rollouts.row]
+    def _laid(self, rollouts: Rollouts, steps: StepLabels, gain: Tensor) -> Tensor:
+        """[N] each step's one of [K] gains on the tokens that get it."""
+        n = len(rollouts.token_ids)
+        first = rollouts.offsets[steps.row] + steps.start
+        # A step reaches to the next one, or to the end of its response.
+        end = torch.minimum(torch.cat([first, first.new_tensor([n])])[1:], rollouts.offsets[steps.row + 1])
+        laid = torch.zeros(n, dtype=torch.float64)
         if self.placement == "all":
-            return step, inside
-        how: Literal["amin", "amax"] = "amin" if self.placement == "first" else "amax"
-        at = torch.full_like(steps.row, -1).scatter_reduce_(0, step[inside], tokens[inside], how, include_self=False)
-        laid = torch.zeros_like(inside)
-        laid[at[at >= 0]] = True
-        return step, laid
+            inside = torch.zeros(n + 1, dtype=torch.int64).index_add_(0, first, torch.ones_like(first))
+            inside = inside.index_add_(0, end, -torch.ones_like(end)).cumsum(0)[:-1] > 0
+            laid[inside] = repeated(gain, end - first)
+            return torch.where(rollouts.counted, laid, 0.0)
+        tokens = torch.arange(n)
+        if self.placement == "first":
+            # The next counted token from each token on, found from the back.
+            at = torch.where(rollouts.counted, tokens, n).flip(0).cummin(0).values.flip(0)[first]
+            kept = at < end
+        else:
+            at = torch.where(rollouts.counted, tokens, -1).cummax(0).values[end - 1]
+            kept = at >= first
+        laid[at[kept]] = gain[kept]
+        return laid

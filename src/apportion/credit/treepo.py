@@ -63,10 +63,7 @@ class TreePO(CreditMethod):
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         advantage = self._compared(rollouts)
         if self.whiten:
-            use = rollouts.mask & rollouts.scored[rollouts.row]
-            token = whiten(advantage[rollouts.row], use, self.ddof, self.epsilon)
-            # All tokens of a response have one value: any of them may be written last.
-            advantage[rollouts.row[use]] = token[use]
+            advantage = whiten(advantage, rollouts.trainable * rollouts.scored, self.ddof, self.epsilon)
         return Credit.form(
             rollouts, torch.where(base.live, advantage, 0.0).float(),
             method=self.name, settings=self.settings, conserves=self.keeps,

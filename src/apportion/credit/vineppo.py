@@ -69,9 +69,8 @@ class VinePPO(CreditMethod):
         pivots = pivots or Continuations.from_rewards(rollouts, [])
         segments, error = value_changes(rollouts, pivots)
         residual = per_token(segments, segments.increment)
-        scored = rollouts.mask & rollouts.scored[rollouts.row]
         if self.whiten:
-            residual = whiten(residual, scored, self.ddof, self.epsilon)
+            residual = whiten(residual, rollouts.counted, self.ddof, self.epsilon)
         unmeasured = per_token(segments, segments.samples) == 0
         return Credit.form(
             rollouts, base.advantage, weight=torch.zeros_like(residual), residual=residual, segments=segments,
@@ -80,6 +79,6 @@ class VinePPO(CreditMethod):
             counts={
                 "pivots": int(rollouts.scored[pivots.row].sum()),
                 "dropped_pivots": pivots.dropped,
-                "unmeasured_tokens": int((unmeasured & scored).sum()),
+                "unmeasured_tokens": int((unmeasured & rollouts.counted).sum()),
             },
         )  # fmt: skip
