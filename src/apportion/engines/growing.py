@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from apportion.engines.base import Key, Request, Sampling
-from apportion.engines.slots import Run, SlotCache, SlotLayer, runs_of
+from apportion.engines.rows import Run, runs_of
+from apportion.engines.slots import SlotCache, SlotLayer
 from apportion.engines.transformers import TransformersEngine
 from apportion.engines.trees import Leaf, Node, Piece, Rule, Tree
 from apportion.errors import InputError
@@ -223,7 +225,8 @@ class TreeSampler(TransformersEngine):
 
     def _advance(self, cache: TreeCache, branches: Sequence[Branch], sampling: Sampling) -> None:
         """Feeds the last token of every branch. Those without budget left are grown by it, the others draw."""
-        logits_BV = self._step(cache, [branch.run for branch in branches])
+        last_B, cached_B = np.array([(branch.run.tokens[-1], branch.run.cached) for branch in branches]).T
+        logits_BV = self._step(cache, last_B.copy(), cached_B.copy())
         drawing = [row for row, branch in enumerate(branches) if not branch.run.over]
         for row, branch in enumerate(branches):
             if branch.run.over:

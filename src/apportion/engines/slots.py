@@ -1,21 +1,18 @@
-"""Where the transformers engine keeps keys and values, and what runs in the slots.
+"""Where the transformers engine keeps keys and values, and which prefixes it prefills together.
 
-Shapes: _S slots, _B running rows (the first slots), _H heads, _W columns, _D head size, _V vocabulary.
+Shapes: _S slots, _B running rows (the first slots), _H heads, _W columns, _D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from apportion.engines.base import Continuation, Request, Sampling
-from apportion.engines.sampling import uniforms
+from apportion.engines.base import Request
 
 
 class SlotLayer(DynamicLayer):
@@ -103,69 +100,3 @@ def trunks_of(requests: Sequence[Request]) -> list[Trunk]:
     for trunk in out:
         trunk.requests.sort(key=lambda r: -r.budget)
     return sorted(out, key=lambda t: -t.budget)
-
-
-@dataclass
-class Run:
-    """One continuation under way. `seen`: [V] bool, the tokens so far, under a repetition penalty."""
-
-    request: Request
-    m: int
-    uniforms: np.ndarray
-    seen: Tensor | None
-    tokens: list[int] = field(default_factory=list)
-    finish: Literal["stop", "length"] = "length"
-
-    @property
-    def cached(self) -> int:
-        """Tokens whose keys are in the cache: all but the last, which the next forward feeds."""
-        return len(self.request.prefix_ids) + len(self.tokens) - 1
-
-    @property
-    def next_uniform(self) -> float:
-        # A finished row that is still fed draws past its budget; what it draws is dropped.
-        return self.uniforms[min(len(self.tokens), len(self.uniforms) - 1)]
-
-    @property
-    def result(self) -> Continuation:
-        return Continuation(self.request.key, self.m, tuple(self.tokens), self.finish)
-
-    @property
-    def over(self) -> bool:
-        return self.finish == "stop" or len(self.tokens) == self.request.budget
-
-    def take(self, token: int, stop_ids: Collection[int]) -> None:
-        """Appends a token."""
-        self.tokens.append(token)
-        if self.seen is not None:
-            self.seen[token] = True
-        if token in stop_ids:
-            self.finish = "stop"
-
-
-def runs_of(request: Request, sampling: Sampling, vocabulary: int, device: torch.device) -> list[Run]:
-    """The continuations that a request asks for, before their first token."""
-    seen_V = None
-    if sampling.repetition_penalty != 1:
-        seen_V = torch.zeros(vocabulary, dtype=torch.bool)
-        seen_V[list(request.prefix_ids)] = True
-        seen_V = seen_V.to(device)
-    return [
-        Run(request, m, uniforms(request.key, m, request.budget), None if seen_V is None else seen_V.clone())
-        for m in range(request.first, request.first + request.samples)
-    ]
-
-
-@dataclass
-class Ready:
-    """Continuations of a request that have a first token and wait for slots, and the row they start from."""
-
-    cache: Cache
-    row: int
-    runs: list[Run]
-
-
-def seen_of(runs: Sequence[Run]) -> Tensor | None:
-    """(B, V) bool: the tokens each run has seen, or None without a repetition penalty."""
-    seen = [run.seen for run in runs if run.seen is not None]
-    return torch.stack(seen) if seen else None

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from apportion.engines.base import Continuation, Request, Sampling
+from apportion.engines.rows import Ready, Rows, Run, runs_of, seen_of
 from apportion.engines.sampling import draw, filtered
 from apportion.engines.scoring import Scorer
-from apportion.engines.slots import Ready, Run, SlotCache, Trunk, runs_of, seen_of, trunks_of
+from apportion.engines.slots import SlotCache, Trunk, trunks_of
 from apportion.errors import InputError
 from apportion.measure.tokens import token_logprobs_and_entropies
 
@@ -135,34 +136,30 @@ class TransformersEngine:
         width = max((len(r.prefix_ids) + r.budget for r in requests), default=1)
         slots = min(sum(r.samples for r in requests), self.max_batch, self.max_cache_tokens // width)
         waiting, ready = deque(trunks_of(requests)), deque[Ready]()
-        cache, running, free = SlotCache(slots, width), dict[int, Run](), list(range(slots))
+        longest = max((r.budget for r in requests), default=1)
+        cache, rows = SlotCache(slots, width), Rows(slots, longest, sampling.stop_ids)
         while True:
-            while free and (ready or waiting):
+            while (free := rows.free) and (ready or waiting):
                 if not ready:
                     ended, started = self._prefill(waiting, sampling)
                     ready.extend(started)
                     yield ended
                     continue
                 group = ready[0]
-                count = min(len(free), len(group.runs))
-                taken, free = free[:count], free[count:]
+                taken = free[: len(group.runs)]
                 cache.place(taken, group.cache, group.row, group.runs[0].cached)
-                running |= {slot: group.runs.pop() for slot in taken}
+                for slot in taken:
+                    rows.start(slot, group.runs.pop())
                 if not group.runs:
                     ready.popleft()
-            # Nothing waits for slots that are still free: the last rows move there and the batch shrinks.
-            for hole in sorted(free):
-                last = max(running, default=-1)
-                if last < hole:
-                    break
-                cache.move(last, hole, running[last].cached)
-                running[hole] = running.pop(last)
-            if not running:
+            count = rows.compact(cache)
+            if not count:
                 return
-            rows = [running[slot] for slot in range(len(running))]
-            self._extend(rows, self._step(cache, rows), sampling)
-            free = [slot for slot, run in enumerate(rows) if run.over]
-            yield [running.pop(slot).result for slot in free]
+            logits_BV = self._step(cache, rows.last_S[:count], rows.cached_S[:count])
+            seen_BV = None if rows.seen_SV is None else rows.seen_SV[:count]
+            uniform_B1 = torch.from_numpy(rows.uniform_S[:count, None]).to(self._scorer.device)
+            token_B1 = draw(filtered(logits_BV, sampling, seen_BV), uniform_B1)
+            yield rows.take(token_B1[:, 0].cpu().numpy())
 
     def _prefill(self, waiting: deque[Trunk], sampling: Sampling) -> tuple[list[Continuation], list[Ready]]:
         """Prefills the next trunks in one forward and draws the first token of all their continuations.
@@ -198,13 +195,12 @@ class TransformersEngine:
                 ready.append(Ready(cache, row, going))
         return ended, ready
 
-    def _step(self, cache: SlotCache, rows: Sequence[Run]) -> Tensor:
-        """(B, V) logits after the last token of each running continuation."""
-        length_B = torch.tensor([run.cached for run in rows], device=self._scorer.device)
-        width = max(run.cached for run in rows) + 1
+    def _step(self, cache: SlotCache, last_B: np.ndarray, cached_B: np.ndarray) -> Tensor:
+        """(B, V) logits after the last token of each running row, of which the cache holds `cached_B` before it."""
+        length_B, width = torch.from_numpy(cached_B).to(self._scorer.device), int(cached_B.max()) + 1
         cache.aim(length_B, width)
         logits_B1V, _ = self._forward(
-            torch.tensor([[run.tokens[-1]] for run in rows]), cache, logits_to_keep=1,
+            torch.from_numpy(last_B)[:, None], cache, logits_to_keep=1,
             attention_mask=torch.arange(width, device=self._scorer.device) <= length_B[:, None],
             position_ids=length_B[:, None],
         )  # fmt: skip
