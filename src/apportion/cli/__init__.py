@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from apportion.cli import info, interchange, training
+from apportion.cli.cost import cost
 from apportion.cli.diagnose import diagnose
 from apportion.cli.evaluate import compare_evaluations, evaluate
 from apportion.cli.inspect import inspect
@@ -21,7 +22,7 @@ app = typer.Typer(
 )
 
 for command in (
-    training.demo, training.train, inspect, diagnose, evaluate, compare_evaluations,
+    training.demo, training.train, cost, inspect, diagnose, evaluate, compare_evaluations,
     interchange.plan, interchange.assign, interchange.grade,
     info.methods, info.doctor,
 ):  # fmt: skip

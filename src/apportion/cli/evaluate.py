@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ import typer
 
 from apportion.cli.shared import say
 from apportion.errors import InputError
+
+LOG_EVERY = 30.0
+"""Seconds between two lines of progress where standard error is no terminal."""
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -29,7 +33,7 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="A folder with NAME.jsonl (.gz, .parquet), a file, or hf:ORG/NAME/CONFIG@SPLIT, which "
+            help="A folder with NAME.jsonl (.json, .parquet, .gz), a file, or hf:ORG/NAME/CONFIG@SPLIT, which "
             "uses the network; NAME=SOURCE for one set. May be repeated.",
             show_default=False,
         ),
@@ -51,9 +55,16 @@ def evaluate(
     prompt: Annotated[str | None, typer.Option(help="qwen, r1, chat, plain. Default: by the model's family.")] = None,
     batch: Annotated[int, typer.Option(help="Samples decoded together, and written as one file.")] = 64,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "float32",
-    problem_column: Annotated[str, typer.Option(help="Column of the problem's text.")] = "problem",
-    answer_column: Annotated[str, typer.Option(help="Column of the gold answer.")] = "answer",
-    id_column: Annotated[str, typer.Option(help="Column of the id; rows are numbered where there is none.")] = "id",
+    problem_column: Annotated[
+        list[str] | None, typer.Option(help="Of the problem's text; NAME=COLUMN for one set. Default: problem.")
+    ] = None,
+    answer_column: Annotated[
+        list[str] | None, typer.Option(help="Of the gold answer; NAME=COLUMN for one set. Default: answer.")
+    ] = None,
+    id_column: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the id; NAME=COLUMN for one set. Default: id; rows are numbered where there is none."),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Sample a model on problem sets and print avg@n, pass@k and maj@k with 95 % intervals over problems.
@@ -75,11 +86,11 @@ def evaluate(
             prompt, batch,
         )  # fmt: skip
         names = [name.strip() for name in bench.split(",") if name.strip()]
-        columns = evaluation.Columns(problem_column, answer_column, id_column)
+        columns = evaluation.columns_by_set(names, problem_column or (), answer_column or (), id_column or ())
         sets = evaluation.load_sets(names, data or [], columns, limit)
         policy = evaluation.open_policy(model, dtype)
     try:
-        with _progress() as show:
+        with _progress(batch) as show:
             found = evaluation.evaluate(policy, sets, settings, output, show)
     except KeyboardInterrupt:
         say("stopped", f"finished batches are in {output}; the same command goes on")
@@ -103,6 +114,8 @@ def compare_evaluations(
 
     if len(outputs) < 2:
         raise InputError("OUT", "one folder", "two or more, to compare the first with the others")
+    if twice := next((folder for folder in outputs if outputs.count(folder) > 1), None):
+        raise InputError("OUT", f"{twice} twice", "each folder once")
     evaluations = {str(folder): Store(folder).evaluation() for folder in outputs}
     pairs = [compare(outputs[0], other, seed) for other in outputs[1:]]
     if as_json:
@@ -121,22 +134,54 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Takes what is being done, how much of it is done and how much there is, and shows it with the time left."""
+def _progress(batch: int) -> Iterator[Callable[[str, int, int], None]]:
+    """Takes what is being done, how much of it is done and how much there is, and shows it with the time left.
+
+    In a log, where standard error is no terminal, that is a line every `LOG_EVERY` seconds.
+    """
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
+    left = _Left(batch)
+    if not console.is_terminal:
+        yield _log(left)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-    # Samples differ in length: a speed over the last seconds would let the time left jump about.
-    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=600) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
+               TextColumn("{task.fields[left]}"))  # fmt: skip
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting", total=None, left="")
+        yield lambda doing, done, total: bar.update(
+            task, description=doing, completed=done, total=total, left=left(done, total)
+        )
+
+
+def _log(left: _Left) -> Callable[[str, int, int], None]:
+    said = left.clock()
+
+    def show(doing: str, done: int, total: int) -> None:
+        nonlocal said
+        until = left(done, total)
+        if left.clock() - said >= LOG_EVERY:
+            said = left.clock()
+            say("progress", ", ".join([doing, f"{done} of {total}", *([until] if until else [])]))
+
+    return show
+
+
+class _Left:
+    """The time left, once a batch is done: all of a batch's samples end late in it, so the first few tell nothing."""
+
+    def __init__(self, batch: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.batch, self.clock = batch, clock
+        self.began, self.total = clock(), 0
+
+    def __call__(self, done: int, total: int) -> str:
+        now = self.clock()
+        # Another total is other work, with a speed of its own.
+        if total != self.total:
+            self.began, self.total = now, total
+        if done < self.batch:
+            return ""
+        minutes, seconds = divmod(round((now - self.began) / done * (total - done)), 60)
+        return f"about {minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"

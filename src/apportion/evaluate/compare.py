@@ -37,6 +37,9 @@ def compare(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
         raise InputError("OUT", f"{first} with {', '.join(sets[0])} and {second} with {', '.join(sets[1])}",
                          "a set that both have")  # fmt: skip
     rows, averages, notes = [], {}, _different([each["settings"] for each in told], _SAMPLING, "")
+    for folder, own, others in zip((first, second), sets, reversed(sets), strict=True):
+        if alone := [each["title"] for name, each in own.items() if name not in others]:
+            notes.append(f"{', '.join(alone)}: only {folder} has it, so it is not compared")
     for name in common:
         a, b = (each[name] for each in sets)
         if a["grader"] != b["grader"]:
@@ -46,6 +49,8 @@ def compare(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
         if left_out:
             notes.append(f"{a['title']}: {left_out} problems are in one evaluation only and left out")
         rows.append(_row(name, a["title"], [averages[name]], seed))
+        if unjudged := rows[-1]["difference"]["left_out"]:
+            notes.append(f"{a['title']}: {unjudged} problems lack a verdict in one evaluation and are left out")
     if averages.keys() >= set(AVG6):
         rows.append(_row("avg6", "Avg-6", [averages[name] for name in AVG6], seed))
     return {"first": str(first), "second": str(second), "sets": rows, "notes": notes}

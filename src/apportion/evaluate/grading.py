@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from apportion.evaluate.benches import Problem
+from apportion.evaluate.sources import Problem
 from apportion.tasks import parse_problem, verify
 from apportion.verify import check_gold, grade_many
+from apportion.verify.extract import final_answer
+from apportion.verify.math import MathSettings, gold_answers
 from apportion.verify.normalise import canonical
 
 GRADERS = ("math", "exact", "choice")
@@ -47,7 +49,7 @@ class Grade:
 
 
 def by_spelling(grader: str) -> str:
-    """The name of a grader where it cannot read a gold and the exact verifier judges in its place."""
+    """The name of a grader where it cannot read a gold and the spelling decides in its place."""
     return grader + _SPELLING
 
 
@@ -59,6 +61,8 @@ def grade(grader: str, problems: Sequence[Problem], texts: Sequence[str]) -> lis
     """
     if grader == TASK:
         return [_by_task(problem, text) for problem, text in zip(problems, texts, strict=True)]
+    if grader == by_spelling("math"):
+        return [_by_spelling(problem, text) for problem, text in zip(problems, texts, strict=True)]
     kind = "exact" if grader.endswith(_SPELLING) else grader
     verdicts = grade_many(
         {"kind": kind, "gold": list(problem.gold), "prediction": text}
@@ -67,13 +71,17 @@ def grade(grader: str, problems: Sequence[Problem], texts: Sequence[str]) -> lis
     return [Grade(grader, v.outcome, v.reason, _form(kind, v.prediction)) for v in verdicts]
 
 
-def unreadable(grader: str, problems: Sequence[Problem]) -> list[str | None]:
-    """Why each problem's gold cannot be judged against; None where it can."""
+def unreadable(grader: str, problems: Sequence[Problem]) -> Iterator[str | None]:
+    """Why each problem's gold cannot be judged against, as it is found; None where it can."""
     if grader == TASK:
-        return [None] * len(problems)
+        yield from [None] * len(problems)
+        return
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "golds") as threads:
-        found = list(threads.map(lambda problem: check_gold(grader, list(problem.gold)), problems))
-    return [None if reason and reason.startswith(_MACHINE) else reason for reason in found]
+        try:
+            for reason in threads.map(lambda problem: check_gold(grader, list(problem.gold)), problems):
+                yield None if reason and reason.startswith(_MACHINE) else reason
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def _by_task(problem: Problem, text: str) -> Grade:
@@ -82,6 +90,21 @@ def _by_task(problem: Problem, text: str) -> Grade:
     answer = last[1:] if last.startswith("#") else None
     reason = "the task's answer" if right else "no answer found" if answer is None else "another answer"
     return Grade(TASK, "correct" if right else "wrong", reason, answer)
+
+
+def _by_spelling(problem: Problem, text: str) -> Grade:
+    """The math verifier's first step and no other: its normal forms are equal, or the answer is wrong.
+
+    The exact verifier would not do: golds come in dollar signs that no boxed answer has.
+    """
+    golds = gold_answers(list(problem.gold))
+    answer = final_answer(text)
+    if answer is None or len(answer) > MathSettings().max_chars:
+        reason = "no answer found" if answer is None else f"an answer of {len(answer)} characters"
+        return Grade(by_spelling("math"), "wrong", reason, answer and answer[:100])
+    form = canonical(answer)
+    right = form in map(canonical, golds)
+    return Grade(by_spelling("math"), *(("correct", "same spelling") if right else ("wrong", "another spelling")), form)
 
 
 def _form(kind: str, answer: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
@@ -9,11 +10,12 @@ from typing import Literal, get_args
 from apportion.engines.base import Sampling
 from apportion.errors import InputError, nearest
 from apportion.evaluate import prompts
-from apportion.evaluate.benches import CHAIN, Problem, ProblemSet
+from apportion.evaluate.benches import CHAIN, ProblemSet
 from apportion.evaluate.grading import GRADERS, TASK, by_spelling
 from apportion.evaluate.policy import Policy
 from apportion.evaluate.prompts import Prompt
 from apportion.evaluate.records import sample_key
+from apportion.evaluate.sources import Problem
 from apportion.tasks import ArithmeticTask
 
 MAX_TOKENS = 1024
@@ -65,6 +67,8 @@ class Settings:
         for name, grader in (("--grader", self.grader), ("--second-grader", self.second_grader)):
             if grader is not None and grader not in GRADERS:
                 raise InputError(name, repr(grader), f"one of {', '.join(GRADERS)}{nearest(grader, GRADERS)}")
+        if math.isinf(self.temperature):
+            raise InputError("--temperature", self.temperature, "a finite number")
         if self.unreadable not in get_args(Unreadable):
             raise InputError("--unreadable", repr(self.unreadable), f"one of {', '.join(get_args(Unreadable))}")
         self.sampling(())

@@ -5,15 +5,17 @@
     OUT/evaluation.json, OUT/table.md     settings and numbers of the last command
     OUT/disagreements.jsonl               with a second grader: the samples on which the two differ
 
-A file appears whole or not at all. Samples of other settings, seeds or weights may lie in one folder: each row's key
-says what it was drawn from, and nothing is read by its place.
+A file appears whole or not at all, and carries checksums. Samples of other settings, seeds or weights may lie in one
+folder: each row's key says what it was drawn from, and nothing is read by its place.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,6 +48,7 @@ ITEMS = pa.schema(
 )  # fmt: skip
 
 EVALUATION = "evaluation.json"
+DISAGREEMENTS = "disagreements.jsonl"
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,35 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other evaluations out of the folder, and clears away what a killed one was writing.
+
+        Raises:
+            InputError: a folder that cannot be written to, or that another evaluation is writing to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+            opened = os.open(self.folder, os.O_RDONLY)
+        except OSError as error:
+            raise _unwritable(self.folder, error) from None
+        try:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError("--output", str(self.folder), "a folder that no other evaluation is writing to",
+                                 "wait for it, or choose another --output") from None  # fmt: skip
+            # Some network file systems have no locks.
+            except OSError:
+                pass
+            for partial in self.folder.rglob(".*.part"):
+                partial.unlink(missing_ok=True)
+            yield
+        finally:
+            os.close(opened)
+
     def read(self, name: str, keys: Iterable[str]) -> dict[tuple[str, int], Stored]:
         """The samples of a set that lie here under one of these keys, by key and m.
 
@@ -84,7 +116,7 @@ class Store:
         wanted, found = set(keys), {}
         columns = ["key", "m", "gold", "tokens", "finish", "grades"]
         for path in sorted((self.folder / "samples" / name).glob("*.parquet")):
-            for row in _rows(path, columns):
+            for row in _rows(path, columns, SAMPLES):
                 if row["key"] in wanted:
                     grades = {each["grader"]: Grade(**each) for each in row["grades"]}
                     stored = Stored(path, tuple(row["gold"]), row["tokens"], row["finish"], grades)
@@ -93,7 +125,7 @@ class Store:
 
     def rows(self, path: Path) -> list[dict[str, Any]]:
         """A file's rows with all their columns."""
-        return _rows(path, SAMPLES.names)
+        return _rows(path, SAMPLES.names, SAMPLES)
 
     def write(self, name: str, chunk: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes a chunk of samples; its name says its place in the set and what it holds."""
@@ -110,12 +142,16 @@ class Store:
 
     def items(self, name: str) -> list[dict[str, Any]]:
         """A set's line a problem."""
-        return _rows(self.folder / "items" / f"{name}.parquet", ITEMS.names)
+        return _rows(self.folder / "items" / f"{name}.parquet", ITEMS.names, ITEMS)
 
     def write_text(self, file: str, text: str) -> None:
         """Writes one of the other files."""
         with _writing(self.folder / file) as partial:
             partial.write_text(text, encoding="utf-8")
+
+    def remove(self, file: str) -> None:
+        """Removes one of the other files, which an earlier command left."""
+        (self.folder / file).unlink(missing_ok=True)
 
     def evaluation(self) -> dict[str, Any]:
         """Settings and numbers of the last command.
@@ -124,15 +160,20 @@ class Store:
             InputError: no finished evaluation in the folder.
         """
         try:
-            return cast(dict[str, Any], json.loads((self.folder / EVALUATION).read_text(encoding="utf-8")))
+            found = json.loads((self.folder / EVALUATION).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise InputError("OUT", str(self.folder), f"the folder of a finished evaluation, with {EVALUATION} in it"
-                             ) from None  # fmt: skip
+            found = None
+        if not isinstance(found, dict) or not found.keys() >= {"model", "settings", "sets", "avg6"}:
+            raise InputError("OUT", str(self.folder), f"the folder of a finished evaluation, with {EVALUATION} in it",
+                             "run its `apportion evaluate` to the end")  # fmt: skip
+        return cast(dict[str, Any], found)
 
 
 def _write_table(target: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
     with _writing(target) as partial:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd")
+        pq.write_table(
+            pa.Table.from_pylist(list(rows), schema=schema), partial, compression="zstd", write_page_checksum=True
+        )
 
 
 @contextmanager
@@ -144,15 +185,23 @@ def _writing(target: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, target)
     except OSError as error:
-        raise InputError("--output", f"{target}: {error.strerror}", "a folder that can be written to") from None
+        raise _unwritable(target, error) from None
     finally:
         with suppress(OSError):
             partial.unlink()
 
 
-def _rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
+def _unwritable(target: Path, error: OSError) -> InputError:
+    return InputError("--output", f"{target}: {error.strerror}", "a folder that can be written to")
+
+
+def _rows(path: Path, columns: Sequence[str], schema: pa.Schema) -> list[dict[str, Any]]:
     try:
-        return cast(list[dict[str, Any]], pq.ParquetFile(path).read(columns=list(columns)).to_pylist())
-    except (OSError, pa.ArrowException) as error:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            if not file.schema_arrow.equals(schema):
+                raise pa.ArrowInvalid(f"columns {', '.join(file.schema_arrow.names)[:80]}")
+            return cast(list[dict[str, Any]], file.read(columns=list(columns)).to_pylist())
+    # Damaged text is a ValueError.
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(str(path), str(error).splitlines()[0][:160], "a file that `apportion evaluate` wrote",
                          "delete it; what it held is done again") from None  # fmt: skip

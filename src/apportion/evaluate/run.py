@@ -41,18 +41,23 @@ def evaluate(
     """
     store = Store(output)
     works = [plan(policy, each, settings) for each in sets]
-    works = [_readable(work, store, settings, progress) for work in works]
-    _sample(policy, works, store, settings, progress)
-    for work in works:
-        _grade_stored(work, store, progress)
-    return summarise(policy, works, settings, store)
+    with store.held():
+        works = [_readable(work, store, settings, progress) for work in works]
+        _sample(policy, works, store, settings, progress)
+        for work in works:
+            _grade_stored(work, store, progress)
+        return summarise(policy, works, settings, store)
 
 
-def _first_missing(work: Work, store: Store) -> dict[str, int]:
-    """Each key's lowest m that is not on disk; only keys that lack one of their n samples."""
+def _more(count: int) -> str:
+    return f" and {count:,} more golds of the set" if count else ""
+
+
+def _missing(work: Work, store: Store) -> dict[str, list[int]]:
+    """Each key's m that are not on disk; only keys that lack one of their n samples."""
     found = store.read(work.name, [item.key for item in work.items])
-    lowest = {item.key: next((m for m in range(work.n) if (item.key, m) not in found), None) for item in work.items}
-    return {key: m for key, m in lowest.items() if m is not None}
+    missing = {item.key: [m for m in range(work.n) if (item.key, m) not in found] for item in work.items}
+    return {key: ms for key, ms in missing.items() if ms}
 
 
 def _readable(work: Work, store: Store, settings: Settings, progress: Progress) -> Work:
@@ -61,31 +66,36 @@ def _readable(work: Work, store: Store, settings: Settings, progress: Progress) 
     golds = {item.key: item.problem.gold for item in work.items}
     known = {key for (key, _), sample in found.items() if sample.judged(work.graders, golds[key])}
     asked = [item for item in work.items if item.key not in known]
-    progress(f"{work.name}: checking {len(asked)} answers", 0, 1)
     unread: dict[str, set[str]] = defaultdict(set)
     for grader in work.graders:
-        reasons = grading.unreadable(grader, [item.problem for item in asked])
-        for item, reason in zip(asked, reasons, strict=True):
-            if reason is not None and settings.unreadable == "error":
-                raise InputError(
-                    f"{work.name}: {work.problems.source}, row {item.problem.row}, gold",
-                    repr(" | ".join(item.problem.gold))[:120],
-                    f"an answer that the {grader} verifier can judge against ({reason})",
-                    "correct the row, choose another --grader, or --unreadable drop or spelling for all such rows",
-                )  # fmt: skip
+        refused = []
+        for done, reason in enumerate(grading.unreadable(grader, [item.problem for item in asked])):
+            progress(f"{work.name}: checking answers", done, len(asked))
             if reason is not None:
-                unread[item.key].add(grader)
+                refused.append((asked[done], reason))
+        if refused and settings.unreadable == "error":
+            item, reason = refused[0]
+            raise InputError(
+                f"{work.name}: {work.problems.source}, row {item.problem.row}, gold",
+                repr(" | ".join(item.problem.gold))[:120] + _more(len(refused) - 1),
+                f"an answer that the {grader} verifier can judge against ({reason})",
+                "correct the row, choose another --grader, or --unreadable drop or spelling for all such rows",
+            )  # fmt: skip
+        for item, _ in refused:
+            unread[item.key].add(grader)
     if settings.unreadable == "drop":
-        return replace(
-            work, items=tuple(item for item in work.items if item.key not in unread), dropped=len(unread)
-        )  # fmt: skip
+        items = tuple(item for item in work.items if item.key not in unread)
+        if not items:
+            raise InputError("--unreadable", f"drop, which leaves no problem of {work.name}", "a problem that is left",
+                             "correct the set, choose another --grader, or --unreadable spelling")  # fmt: skip
+        return replace(work, items=items, dropped=len(unread))
     return replace(work, items=tuple(replace(item, unread=frozenset(unread.get(item.key, ()))) for item in work.items))
 
 
 def _sample(policy: Policy, works: Sequence[Work], store: Store, settings: Settings, progress: Progress) -> None:
     """Samples what is missing. A batch is written when all of it is there; a stop loses the batch in hand."""
-    missing = {work.name: _first_missing(work, store) for work in works}
-    total = sum(work.n - m for work in works for m in missing[work.name].values())
+    missing = {work.name: _missing(work, store) for work in works}
+    total = sum(len(ms) for work in works for ms in missing[work.name].values())
     if not total:
         return
     progress("loading the model", 0, total)
@@ -93,11 +103,11 @@ def _sample(policy: Policy, works: Sequence[Work], store: Store, settings: Setti
     done = 0
     for work in works:
         for chunk, items in _chunks(work, settings.batch):
-            first = {item: missing[work.name][item.key] for item in items if item.key in missing[work.name]}
-            if not first:
+            asked = {item: missing[work.name][item.key] for item in items if item.key in missing[work.name]}
+            if not asked:
                 continue
             drawn = []
-            for each in _drawn(engine, work, first, settings.seed):
+            for each in _drawn(engine, work, asked, settings.seed):
                 drawn.append(each)
                 done += 1
                 progress(f"{work.name}: sampling", done, total)
@@ -113,19 +123,28 @@ def _chunks(work: Work, batch: int) -> Iterator[tuple[int, Sequence[Item]]]:
 
 
 def _drawn(
-    engine: ContinuationEngine, work: Work, first: Mapping[Item, int], seed: int
+    engine: ContinuationEngine, work: Work, asked: Mapping[Item, Sequence[int]], seed: int
 ) -> Iterator[tuple[Item, Continuation]]:
-    """Samples m = first … n − 1 of each problem."""
-    items = {Key(f"evaluate/{seed}", 0, f"{work.name}/{item.problem.id}", 0, 0): item for item in first}
+    """These samples m of each problem."""
+    items = {Key(f"evaluate/{seed}", 0, f"{work.name}/{item.problem.id}", 0, 0): item for item in asked}
     requests = [
-        Request(key, item.prompt.ids, work.n - first[item], work.max_tokens, first[item])
-        for key, item in items.items()
+        Request(key, item.prompt.ids, count, work.max_tokens, first)
+        for key, item in items.items() for first, count in _spans(asked[item])
     ]  # fmt: skip
     try:
         for sampled in engine.continuations(requests, work.sampling):
             yield items[sampled.key], sampled
     except FloatingPointError as error:
         raise InputError("--model", error, "weights whose logits are finite") from None
+
+
+def _spans(ms: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and length of each unbroken run of rising numbers: 0, 1, 3 are (0, 2) and (3, 1)."""
+    first = 0
+    for at in range(1, len(ms) + 1):
+        if at == len(ms) or ms[at] != ms[at - 1] + 1:
+            yield ms[first], at - first
+            first = at
 
 
 def _rows(policy: Policy, work: Work, drawn: Sequence[tuple[Item, Continuation]], seed: int) -> list[dict[str, Any]]:

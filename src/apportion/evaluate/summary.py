@@ -16,7 +16,7 @@ from apportion.evaluate.benches import AVG6
 from apportion.evaluate.grading import Grade
 from apportion.evaluate.plan import Item, Settings, Work
 from apportion.evaluate.policy import Policy
-from apportion.evaluate.records import EVALUATION, Store, Stored
+from apportion.evaluate.records import DISAGREEMENTS, EVALUATION, Store, Stored
 from apportion.evaluate.statistics import averages, majority_at_k, mean_of_sets, pass_at_k
 from apportion.evaluate.table import table
 
@@ -61,7 +61,9 @@ def summarise(policy: Policy, works: Sequence[Work], settings: Settings, store: 
         "notes": _notes(works, six is not None),
     }  # fmt: skip
     if settings.second_grader:
-        store.write_text("disagreements.jsonl", "".join(json.dumps(each) + "\n" for each in differing))
+        store.write_text(DISAGREEMENTS, "".join(json.dumps(each) + "\n" for each in differing))
+    else:
+        store.remove(DISAGREEMENTS)
     store.write_text("table.md", table(evaluation))
     # Last, for it says that all the others are there.
     store.write_text(EVALUATION, json.dumps(evaluation, indent=1, allow_nan=False) + "\n")
