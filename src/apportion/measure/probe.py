@@ -6,12 +6,14 @@ Engine-agnostic: everything is matched by key and number, never by order. Shapes
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from apportion.engines.base import Continuation, ContinuationEngine, Key, Request, Sampling
 from apportion.errors import InputError
+from apportion.measure.ahead import ahead
 from apportion.measure.evidence import Continuations
 from apportion.measure.plan import Job
 from apportion.rollouts import Rollouts
@@ -19,6 +21,8 @@ from apportion.rollouts import Rollouts
 # Rows of the batch, full responses as token ids, the same decoded; None where the verifier abstains.
 Grade = Callable[[list[int], list[list[int]], list[str]], Sequence[float | None]]
 Decode = Callable[[list[int]], str]
+
+_GRADED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -152,11 +156,12 @@ def probe(
     rank: int = 0,
     world: int = 1,
 ) -> list[Probe]:
-    """Has this rank's share of the jobs continued and graded, in one call of `grade`.
+    """Has this rank's share of the jobs continued and graded, the first of them while the rest are decoded.
 
     Args:
         sampling: that of the rollouts.
-        grade: the rollouts' verifier; it is given full responses. Not called where there is nothing to grade.
+        grade: the rollouts' verifier, called in this thread with up to 64 full responses at a time, as they come.
+            Not called where there is nothing to grade.
         decode: token ids to text.
 
     Returns:
@@ -176,39 +181,47 @@ def probe(
         prefix = requests[c.key].prefix_ids
         return [*prefix[len(prefix) - c.key.position :], *c.token_ids]
 
-    if rescue is None:
-        found = _collect(engine, list(requests.values()), sampling)
-    else:
-        found = _collect(engine, [_reserved(request, rescue) for request in requests.values()], sampling)
-        cut = [
-            c for c in found
-            if c.finish == "length" and requests[c.key].budget > rescue.tokens
-            and not rescue.has_answer(decode(response(c)))
-        ]  # fmt: skip
-        cued = {(c.key, c.m): (*c.token_ids, *rescue.cue_ids) for c in cut}
+    probes: dict[tuple[Key, int], Probe] = {}
+
+    def keep(found: Sequence[Continuation]) -> None:
+        rows, responses = [row[c.key] for c in found], [response(c) for c in found]
+        texts = [decode(ids) for ids in responses]
+        rewards = grade(rows, responses, texts) if found else []
+        if len(rewards) != len(found):
+            raise InputError("grade", f"{len(rewards)} rewards", f"{len(found)}, one a response, None to abstain")
+        for i, c, text, reward in zip(rows, found, texts, rewards, strict=True):
+            known = None if reward is None or reward != reward else float(reward)
+            probes[c.key, c.m] = Probe(
+                i, c.key.position, c.m, c.token_ids, text, known, c.finish, c.rescued, c.key
+            )  # fmt: skip
+
+    def cut(c: Continuation) -> bool:
+        """Whether the budget ended it without an answer, and an answer can be asked for."""
+        if rescue is None or c.finish != "length" or requests[c.key].budget <= rescue.tokens:
+            return False
+        return not rescue.has_answer(decode(response(c)))
+
+    first_wave = list(requests.values())
+    if rescue is not None:
+        first_wave = [_reserved(request, rescue) for request in first_wave]
+    unanswered: dict[tuple[Key, int], Continuation] = {}
+    with closing(ahead(_checked(engine, first_wave, sampling), _GRADED_AT_ONCE)) as sampled:
+        for found in sampled:
+            unanswered |= {(c.key, c.m): c for c in found if cut(c)}
+            keep([c for c in found if (c.key, c.m) not in unanswered])
+    if rescue is not None and unanswered:
         greedy = replace(sampling, top_k=1, top_p=1.0, min_p=0.0)
-        answers = _collect(
-            engine,
-            [
-                Request(key, requests[key].prefix_ids + ids, 1, rescue.tokens - len(rescue.cue_ids), m)
-                for (key, m), ids in cued.items()
-            ],
-            greedy,
-        )
-        saved = {(c.key, c.m): replace(c, token_ids=cued[c.key, c.m] + c.token_ids, rescued=True) for c in answers}
-        found = [saved.get((c.key, c.m), c) for c in found]
-    rows, responses = [row[c.key] for c in found], [response(c) for c in found]
-    texts = [decode(ids) for ids in responses]
-    rewards = grade(rows, responses, texts) if found else []
-    if len(rewards) != len(found):
-        raise InputError("grade", f"{len(rewards)} rewards", f"{len(found)}, one a response, None to abstain")
-    return [
-        Probe(
-            i, c.key.position, c.m, c.token_ids, text,
-            None if reward is None or reward != reward else float(reward), c.finish, c.rescued, c.key,
-        )
-        for i, c, text, reward in zip(rows, found, texts, rewards, strict=True)
-    ]  # fmt: skip
+        cued = {(c.key, c.m): (*c.token_ids, *rescue.cue_ids) for c in unanswered.values()}
+        answers = [
+            Request(key, requests[key].prefix_ids + ids, 1, rescue.tokens - len(rescue.cue_ids), m)
+            for (key, m), ids in cued.items()
+        ]
+        with closing(ahead(_checked(engine, answers, greedy), _GRADED_AT_ONCE)) as rescued:
+            for found in rescued:
+                keep([replace(c, token_ids=cued[c.key, c.m] + c.token_ids, rescued=True) for c in found])
+        keep([c for pair, c in unanswered.items() if pair not in probes])
+    pairs = ((request.key, m) for request in requests.values() for m in range(first, first + request.samples))
+    return [probes[pair] for pair in pairs if pair in probes]
 
 
 def evidence_of(rollouts: Rollouts, jobs: Iterable[Job], probes: Iterable[Probe]) -> Continuations:
@@ -248,10 +261,12 @@ def _reserved(request: Request, rescue: Rescue) -> Request:
     return replace(request, budget=left) if left > 0 else request
 
 
-def _collect(engine: ContinuationEngine, requests: Sequence[Request], sampling: Sampling) -> list[Continuation]:
-    """What the engine returned, in the order of the requests and of m, each once."""
+def _checked(
+    engine: ContinuationEngine, requests: Sequence[Request], sampling: Sampling
+) -> Generator[Continuation, None, None]:
+    """What the engine returns, each continuation once."""
     asked = {(r.key, m): r.budget for r in requests for m in range(r.first, r.first + r.samples)}
-    found: dict[tuple[Key, int], Continuation] = {}
+    seen: set[tuple[Key, int]] = set()
     for c in engine.continuations(requests, sampling) if requests else ():
         if (c.key, c.m) not in asked:
             raise InputError("continuation", f"{c.key}, m = {c.m}", "a key and number that was asked for")
@@ -260,5 +275,6 @@ def _collect(engine: ContinuationEngine, requests: Sequence[Request], sampling: 
                 f"continuation {c.key}, m = {c.m}", f"{len(c.token_ids)} tokens", f"1 to {asked[c.key, c.m]}",
                 "the engine must keep to each request's budget and return the stop token",
             )  # fmt: skip
-        found.setdefault((c.key, c.m), c)
-    return [found[pair] for pair in asked if pair in found]
+        if (c.key, c.m) not in seen:
+            seen.add((c.key, c.m))
+            yield c
