@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import sys
 import time
 
@@ -41,3 +42,19 @@ def main():
             case "flood":
                 sys.stdout.write("x" * (4 << 20))
                 sys.stdout.flush()
+            case "deep":
+                sys.stdout.write("[" * 100_000 + "\n")
+                sys.stdout.flush()
+            case "list":
+                sys.stdout.write("[1]\n")
+                sys.stdout.flush()
+            case "bytes":
+                sys.stdout.buffer.write(b"\xff\xfe\x00\n")
+                sys.stdout.flush()
+            case "empty":
+                say()
+            case "twice":
+                say(result="one")
+                say(result="two")
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)

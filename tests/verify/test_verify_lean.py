@@ -411,7 +411,7 @@ def say(folder: Path, name: str) -> str:
 
 
 def run(binary: str, **changed: Any):
-    limits = {"wall_s": 20, "memory_mb": 512, "allow_local": True, "header": "import Mathlib", **changed}
+    limits = {"wall_s": 20, "memory_mb": 512, "allow_local_code": True, "header": "import Mathlib", **changed}
     return LeanVerifier(binary, **limits).judge(RESPONSE, ROW)
 
 
@@ -480,11 +480,11 @@ def test_a_tier_out_of_reach_is_no_verdict(folder: Path, monkeypatch: pytest.Mon
 
 def test_running_lean_needs_the_flag_and_a_binary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("APPORTION_ALLOW_LOCAL_CODE", raising=False)
-    with pytest.raises(InputError, match=r"allow_local: got False; expected True.*APPORTION_ALLOW_LOCAL_CODE=1"):
+    with pytest.raises(InputError, match=r"allow_local_code: got False; expected True.*APPORTION_ALLOW_LOCAL_CODE=1"):
         LeanVerifier(stand_in(folder, "exit 1"))
     monkeypatch.setenv("PATH", str(folder / "empty"))
     with pytest.raises(InputError, match=r"binary: got None; expected a `lean` executable.*elan"):
-        LeanVerifier(allow_local=True)
+        LeanVerifier(allow_local_code=True)
     monkeypatch.setenv("APPORTION_ALLOW_LOCAL_CODE", "1")
     with pytest.raises(InputError, match=r"binary: got '/no/lean'"):
         LeanVerifier("/no/lean")
@@ -497,4 +497,4 @@ def test_a_toolchain_that_nobody_may_read_is_named(folder: Path) -> None:
     binary = stand_in(folder, "exit 1")
     folder.chmod(0o700)
     with pytest.raises(InputError, match=r"binary: .*expected files that every user may read"):
-        LeanVerifier(binary, allow_local=True)
+        LeanVerifier(binary, allow_local_code=True)

@@ -1,7 +1,8 @@
 """Children that hang, die or lie; threads, forks, interrupts; and the math verifier on top.
 
 Planted faults seen caught here: waiting time counted as item time; a stuck child put back among the idle ones; locks
-kept over a fork; a hang on the gold's side graded "wrong".
+kept over a fork; a hang on the gold's side graded "wrong"; a job written without regard to its deadline; leftover
+output taken for the next answer; a killed child's stage told; a failed start raised; a verifier's exception raised.
 """
 
 import os
@@ -13,6 +14,7 @@ import time
 
 import pytest
 
+from apportion.errors import InputError
 from apportion.verify import check_gold, grade, grade_many
 from apportion.verify.pool import Outcome, Pool
 
@@ -223,3 +225,133 @@ def test_importing_apportion_loads_no_computer_algebra():
     heavy = {"sympy", "math_verify", "transformers", "torch", "trl"}
     script = f"import sys, apportion.verify; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == "[]\n"
+
+
+# --- children that something else kills, stops or never starts ---------------------------------------------------
+
+
+def test_a_child_killed_while_idle_costs_nothing(pool):
+    pool = pool()
+    pid = echo(pool, 0).value[1]
+    os.kill(pid, signal.SIGKILL)
+    value, now = echo(pool, "x").value
+    assert value == "x" and now != pid
+
+
+def test_a_job_whose_child_something_else_kills_is_tried_again(pool):
+    """The stage that it had reached is no evidence against the answer."""
+    pool = pool()
+    pid = echo(pool, 0).value[1]
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(pool.run({"do": "sleep", "value": 1}, 10)))
+    thread.start()
+    time.sleep(0.4)
+    os.kill(pid, signal.SIGKILL)
+    thread.join(20)
+    assert outcomes[0].state == "done"
+
+
+def test_the_stage_of_a_job_that_is_always_killed_is_not_told(pool):
+    pool = pool()
+    outcome = pool.run({"do": "killed"}, 10)
+    assert (outcome.state, outcome.reason, outcome.stage) == ("failed", "crash", "")
+
+
+@pytest.mark.parametrize("size", [1, 500_000], ids=["small", "larger than a pipe"])
+def test_a_stopped_child_is_replaced(pool, size):
+    pool = pool()
+    pid = echo(pool, 0).value[1]
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    outcome = pool.run({"do": "echo", "value": "x" * size}, 1)
+    assert (outcome.reason, outcome.stage) == ("starved", "") and time.monotonic() - started < 10
+    assert echo(pool, "x" * size).value[0] == "x" * size
+
+
+@pytest.mark.parametrize("do", ["deep", "list", "bytes", "empty"])
+def test_garbage_is_a_crash(pool, do):
+    pool = pool()
+    outcome = pool.run({"do": do}, 5)
+    assert (outcome.state, outcome.reason, outcome.stage) == ("failed", "crash", "prediction")
+    assert echo(pool, "next").value[0] == "next"
+
+
+def test_what_a_child_says_too_much_answers_no_other_job(pool):
+    pool = pool()
+    assert pool.run({"do": "twice"}, 5).value == "one"
+    time.sleep(0.2)
+    assert echo(pool, "mine").value[0] == "mine"
+
+
+def test_no_process_to_be_had_is_a_failed_start(pool, monkeypatch):
+    pool = pool()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/no/such/python")
+        outcome = pool.run({"do": "echo", "value": 0}, 5)
+    assert (outcome.state, outcome.reason) == ("failed", "start") and "/no/such/python" in outcome.detail
+    assert echo(pool, 1).value[0] == 1
+
+
+def test_closing_ends_what_waits_as_failed(pool):
+    pool = pool(workers=1)
+    echo(pool, 0)
+    outcomes = []
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(pool.run({"do": "sleep", "value": 30}, 60))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.4)
+    pool.close()
+    for thread in threads:
+        thread.join(10)
+    assert [outcome.reason for outcome in outcomes] == ["closed"] * 3
+
+
+@pytest.mark.parametrize("ending", ["", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_orphans(ending):
+    """At the end of the interpreter busy children go at once; where it is killed, at their own alarm."""
+    script = (
+        "import threading, time\n"
+        "from apportion.verify import grade, pool\n"
+        f"threading.Thread(target=grade, args=('math', {FORMULA!r}, {HANGING!r}), kwargs={{'wall_s': 2.0}},"
+        " daemon=True).start()\n"
+        "while not any(child._ready for shared in pool._shared.values() for child in shared._busy): time.sleep(.05)\n"
+        "print([c.process.pid for s in pool._shared.values() for c in s._busy][0], flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script + ending], capture_output=True, text=True, timeout=60)
+    worker = int(done.stdout)
+    deadline = time.monotonic() + (15 if ending else 0.5)
+    while os.path.exists(f"/proc/{worker}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{worker}")
+
+
+def test_standard_streams_that_are_closed():
+    script = (
+        "import os, sys\nfor end in (0, 1): os.close(end)\nfrom apportion.verify import grade\n"
+        f"os.write(2, grade('math', {FORMULA!r}, 'x+2\\\\sqrt2').outcome.encode())\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stderr == "correct"
+
+
+class Broken:
+    """A sandbox of the user's that fails in its own way."""
+
+    def call(self, job, limits):
+        raise ConnectionError("no route to host")
+
+
+def test_a_verifier_that_raises_abstains():
+    verdict = grade("code", "assert f(1) == 1", "def f(x): return x", sandbox=Broken())
+    assert verdict.outcome == "abstain" and "ConnectionError: no route to host" in verdict.reason
+    assert grade("exact", 10**5000, "1").outcome == grade("choice", 10**5000, "A").outcome == "abstain"
+    assert check_gold("choice", 10**5000) is not None
+
+
+@pytest.mark.parametrize("settings", [{"wall_s": "5"}, {"rel_tol": "x"}, {"max_chars": 1.5}, {"order": 1}])
+def test_a_setting_of_another_type_is_named(settings):
+    name = next(iter(settings))
+    with pytest.raises(InputError, match=f"math settings: {name}: got"):
+        grade("math", "1", "1", **settings)
+    assert grade("math", "1", "1", wall_s=5).outcome == "correct"

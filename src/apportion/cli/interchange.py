@@ -72,10 +72,10 @@ def grade(
     setting: Settings = None,
     allow_local_code: Annotated[
         bool,
-        typer.Option("--allow-local-code", help="Run programs (kind `code`) here, in the local sandbox."),
+        typer.Option("--allow-local-code", help="Run programs and proofs (`code`, `lean`) in the local sandbox."),
     ] = False,
 ) -> None:
-    """Grade `prediction` against `gold` by `kind` (math, choice, exact, code), row by row, in order.
+    """Grade `prediction` against `gold` by `kind` (math, choice, exact, code, lean), row by row, in order.
 
     Each row gains `verdict` (correct, wrong, abstain), `reason`, `extracted_gold`, `extracted_prediction`.
     """
@@ -84,7 +84,8 @@ def grade(
 
     settings = _verifier_settings(setting or [])
     if allow_local_code:
-        settings["code"]["allow_local_code"] = True
+        for kind in ("code", "lean"):
+            settings[kind]["allow_local_code"] = True
     numbered = interchange.objects(read_lines(source))
     not_run = 0
     with whole_file(output) as file:

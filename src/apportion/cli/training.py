@@ -126,7 +126,9 @@ def _progress(console: Console, config: RunConfig) -> Iterator[Callable[[dict[st
         task = bar.add_task("starting", total=config.run.tokens or config.run.steps)
 
         def show(metrics: dict[str, float]) -> None:
-            words = f"step {metrics['step']:.0f}  reward {metrics['reward']:.3f}  tokens {metrics['tokens']:,.0f}"
+            # TRL has no mean reward for a step in which every response abstained.
+            reward = "none" if (mean := metrics.get("reward")) is None else f"{mean:.3f}"
+            words = f"step {metrics['step']:.0f}  reward {reward}  tokens {metrics['tokens']:,.0f}"
             bar.update(task, completed=metrics["tokens" if config.run.tokens else "step"], description=words)
 
         yield show

@@ -96,7 +96,8 @@ def check_data(method: CreditMethod, columns: Collection[str], rows: Iterable[An
     if "step_labels" in method.needs and not step_verifier:
         raise InputError(
             "step_verifier", "none", f"a verifier of single steps, whose verdicts {method.name} reads",
-            "train on a generated task, which has one, or from Python: CreditTrainer(..., step_verifier=my_verifier)",
+            "reward.steps = \"arithmetic\" or \"lean\", a generated task, which has its own, or from Python "
+            "CreditTrainer(..., step_verifier=my_verifier)",
         )  # fmt: skip
     if "divergence" in method.needs:
         for number, row in enumerate(rows, 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from apportion.credit.record import Credit
 from apportion.engines.base import Cost
@@ -26,6 +27,7 @@ def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, acto
         cost: what all ranks spent beyond what TRL does for GRPO.
 
     credit/acr: share of the groups with several scored responses whose rewards are all equal.
+    credit/abstained: responses without a verdict, which count in no statistic.
     credit/zero_variance: share of all groups with nothing to compare, singletons and unscored ones included.
     credit/p99_abs_advantage: 99th percentile of |A| over trainable tokens.
     credit/error/NAME: measured error of each invariant; `conserved` is what the method promises to keep.
@@ -44,6 +46,7 @@ def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, acto
     found = {
         "credit/acr": float(stats.collapsed[several].double().mean()) if several.any() else None,
         "credit/zero_variance": float(stats.collapsed.double().mean()),
+        "credit/abstained": float(torch.isnan(rollouts.reward).sum()),
         "credit/p99_abs_advantage": float(np.quantile(advantage, 0.99)) if len(advantage) else None,
         "tokens/actor": float(actor),
         "probe/tokens": float(cost.generated),

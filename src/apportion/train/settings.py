@@ -81,11 +81,16 @@ class DataSection(_Section):
 
 
 class RewardSection(_Section):
-    """How a response is scored."""
+    """How a response is scored, and who judges its single steps, for methods that read such verdicts."""
 
-    kind: Literal["auto", "task", "math", "exact", "choice"] = Field(
+    kind: Literal["auto", "task", "math", "exact", "choice", "lean"] = Field(
         "auto", description="auto: the task's own check for generated problems, math for a file"
     )
+    settings: dict[str, Any] = Field(default_factory=dict, description="of the kind's verifier")
+    steps: Literal["auto", "arithmetic", "lean"] = Field(
+        "auto", description="auto: the task's own check for generated problems, nobody for a file"
+    )
+    step_settings: dict[str, Any] = Field(default_factory=dict, description="of the step verifier")
 
 
 class RunConfig(_Section):
@@ -115,11 +120,13 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
         section, dot, name = key.partition(".")
         if not dot:
             raise InputError("--set", repr(key), "section.key=value, for example method.budget=24 or run.steps=50")
-        _check_keys(section, {name: value})
-        # Of a pipeline `method.STAGE.SETTING`, over the stage's table in the file.
+        # A table inside of a section: `method.STAGE.SETTING` of a pipeline, `reward.settings.NAME`.
         stage, _, last = name.rpartition(".")
+        _check_keys(section, {stage or last: value})
         table = data.setdefault(section, {})
-        (table.setdefault(stage, {}) if stage else table)[last] = value
+        if stage and not isinstance(table.setdefault(stage, {}), dict):
+            raise InputError("--set", repr(key), f"a key of {section}; {section}.{stage} is no table")
+        (table[stage] if stage else table)[last] = value
     try:
         config = RunConfig.model_validate(data)
     except ValidationError as error:

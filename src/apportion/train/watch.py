@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from transformers import TrainerCallback
@@ -101,7 +102,7 @@ def accuracy(run: Run, model: Any) -> float:
     for c in engine.continuations(requests, sampling_of(args, tokenizer)):
         texts[int(c.key.prompt)] = tokenizer.decode(c.token_ids, skip_special_tokens=True)
     rewards = run.data.reward(prompts=[row["prompt"] for row in rows], completions=texts)
-    return sum(r or 0.0 for r in rewards) / len(rows)
+    return fmean(r for r in rewards if r is not None)
 
 
 def _tokens(row: Any) -> float:

@@ -7,13 +7,13 @@ be judged against at all. The computer algebra is loaded in child processes only
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from apportion.errors import InputError, nearest
-from apportion.verify import choice, code, exact, math
+from apportion.verify import choice, code, exact, math, proofs
 from apportion.verify.verdict import Verdict
 
 __all__ = ["VERIFIERS", "Verdict", "Verifier", "check_gold", "grade", "grade_many"]
@@ -33,17 +33,29 @@ VERIFIERS: dict[str, Verifier] = {
     "choice": Verifier(choice.ChoiceSettings, choice.grade, choice.unreadable_gold),
     "exact": Verifier(exact.ExactSettings, exact.grade, exact.unreadable_gold),
     "code": Verifier(code.CodeSettings, code.grade, code.unreadable_gold),
+    "lean": Verifier(proofs.LeanSettings, proofs.grade, proofs.unreadable_gold),
 }
+Task: TypeAlias = tuple[Verifier, Any, str, Any]
+"""A verifier, a gold, a prediction and the settings."""
 
 
-def _prepare(kind: str, settings: Mapping[str, Any]) -> tuple[Verifier, Any]:
+def prepare(kind: str, settings: Mapping[str, Any]) -> tuple[Verifier, Any]:
+    """The verifier of a kind, and its settings checked.
+
+    Raises:
+        InputError: an unknown kind or setting, or a value that the setting does not take.
+    """
     verifier = VERIFIERS.get(kind)
     if verifier is None:
         raise InputError("kind", repr(kind), f"one of {', '.join(VERIFIERS)}{nearest(str(kind), VERIFIERS)}")
-    known = [field.name for field in fields(verifier.settings)]
-    for name in settings:
+    known = {field.name: field.default for field in fields(verifier.settings)}
+    for name, value in settings.items():
         if name not in known:
             raise InputError(f"{kind} settings", repr(name), f"one of {', '.join(known)}{nearest(name, known)}")
+        default = known[name]
+        whole = isinstance(default, float) and type(value) is int
+        if default is not None and type(value) is not type(default) and not whole:
+            raise InputError(f"{kind} settings: {name}", repr(value), f"a value such as {default!r}")
     return verifier, verifier.settings(**settings)
 
 
@@ -57,8 +69,9 @@ def grade(kind: str, gold: Any, prediction: str, **settings: Any) -> Verdict:
     """Judge one prediction.
 
     Args:
-        kind: "math", "choice", "exact" or "code".
-        gold: the right answer, or for most kinds a list of accepted ones; for "code" the tests (see `code`).
+        kind: "math", "choice", "exact", "code" or "lean".
+        gold: the right answer, or for most kinds a list of accepted ones; for "code" the tests (see `code`), for
+            "lean" the theorem to prove (see `proofs`).
         prediction: the model's whole response, or its bare answer.
         settings: fields of the kind's settings class (`VERIFIERS[kind].settings`).
 
@@ -66,8 +79,8 @@ def grade(kind: str, gold: Any, prediction: str, **settings: Any) -> Verdict:
         InputError: an unknown kind or setting, or a prediction that is no string. What is wrong with a *gold* is a
             verdict ("abstain"), not an error.
     """
-    verifier, prepared = _prepare(kind, settings)
-    return verifier.grade(gold, _text(prediction), prepared)
+    verifier, prepared = prepare(kind, settings)
+    return _judge((verifier, gold, _text(prediction), prepared))
 
 
 def grade_many(
@@ -85,18 +98,38 @@ def grade_many(
     Raises:
         InputError: as `grade`, naming the row, before anything is judged.
     """
-    tasks = []
+    tasks: list[Task] = []
+    prepared: dict[str, tuple[Verifier, Any]] = {}
     for row, item in enumerate(items):
         try:
             missing = [name for name in ("kind", "gold", "prediction") if name not in item]
             if missing:
                 raise InputError(missing[0], "nothing", "a value", "each item needs kind, gold and prediction")
-            verifier, prepared = _prepare(item["kind"], (settings or {}).get(item["kind"], {}))
-            tasks.append((verifier, item["gold"], _text(item["prediction"]), prepared))
+            kind = str(item["kind"])
+            if kind not in prepared:
+                prepared[kind] = prepare(kind, (settings or {}).get(kind, {}))
+            verifier, own = prepared[kind]
+            tasks.append((verifier, item["gold"], _text(item["prediction"]), own))
         except InputError as error:
             raise InputError(f"row {row}: {error.field}", error.got, error.expected, error.fix) from None
+    return judge_all(tasks, workers)
+
+
+def judge_all(tasks: Sequence[Task], workers: int | None = None) -> list[Verdict]:
+    """The verdicts of prepared tasks, in order; `workers` as in `grade_many`."""
     with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "verify") as threads:
-        return list(threads.map(lambda task: task[0].grade(*task[1:]), tasks))
+        return list(threads.map(_judge, tasks))
+
+
+def _judge(task: Task) -> Verdict:
+    verifier, gold, text, settings = task
+    try:
+        return verifier.grade(gold, text, settings)
+    except InputError:
+        raise
+    except Exception as error:
+        # A sandbox of the user's, say. That we failed says nothing about the prediction.
+        return Verdict("abstain", f"the verifier failed: {type(error).__name__}: {str(error)[:200]}")
 
 
 def check_gold(kind: str, gold: Any, **settings: Any) -> str | None:
@@ -104,5 +137,8 @@ def check_gold(kind: str, gold: Any, **settings: Any) -> str | None:
 
     A formula that is merely unreadable still accepts a prediction with the same spelling; all else abstains.
     """
-    verifier, prepared = _prepare(kind, settings)
-    return verifier.check_gold(gold, prepared)
+    verifier, prepared = prepare(kind, settings)
+    try:
+        return verifier.check_gold(gold, prepared)
+    except (ValueError, RecursionError) as error:
+        return f"the gold cannot be read: {str(error)[:200]}"

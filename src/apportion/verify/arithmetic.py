@@ -15,7 +15,16 @@ _MARK = re.compile(r"<<([^<>=]{1,200})=([^<>=]{1,60})>>")
 _NUMBER = r"\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?|\.\d{1,30}"
 # In running text: what may stand left of an equals sign, found backwards from it, and a whole number to its right.
 _LEFT = re.compile(r"[\d.,()+*/x×·÷−–^%$\s-]{1,200}\Z")
-_RIGHT = re.compile(rf"\s*((?>-?\s?\$?(?:{_NUMBER})%?))(?!\w|[.,]\d|\s*[(^*/+×÷·=]|\s*[-−–]\s*\d|\s*x\s*\d|\s+\d)")
+# What goes on behind that number: a larger number, another operand, 5 and 2/3, a remainder.
+_GOES_ON = (
+    r"\w|[.,]\d|\s*[(^*/+×÷·=]|\s*[-−–]\s*[$(.]*\d|\s*x\s*\d|\s+\d|\s+and\s+[$(]?\d+\s*/"
+    r"|(?:\s+\w+){0,4}?\s+a\s+remainder"
+)
+_RIGHT = re.compile(rf"\s*((?>-?\s?\$?(?:{_NUMBER})(?:\s?%)?))(?!{_GOES_ON})")
+# What an expression hangs on to its left: "40 books - 20 = 20", "1 and 1/4 = 15".
+_HANGS = re.compile(r"[\w)]\s*\0\s*[-−–]|\d\s+and\s*\0\s*\(?\d+\s*/")
+_CENTS = re.compile(r"\s*(?:cents?\b|¢)")
+_MIDDLE = re.compile(r"(?>[\d.,()+*/x×·÷−–^%$\s-]{1,200}=){1,9}")
 _OPERATION = re.compile(r"[\d)%]\s*[+*/x×·÷−–^-]")
 _TOKEN = re.compile(rf"\s*(?:(?P<number>{_NUMBER})|(?P<other>\*\*|[-+*/()%]))")
 _SPELLING = str.maketrans({"×": "*", "·": "*", "x": "*", "÷": "/", "−": "-", "–": "-", "$": None, "^": None})
@@ -64,10 +73,18 @@ def _equations(line: str) -> Iterator[tuple[str, str]]:
     """(left, right) of what looks like an equation with an operation on its left and a number on its right."""
     for sign in re.finditer("=", line):
         left = _LEFT.search(line[max(0, sign.start() - 200) : sign.start()])
-        right = _RIGHT.match(line, sign.end())
-        if left and right and _OPERATION.search(left[0]):
-            # A sentence may end or a list go on right before the equation.
-            yield re.split(r"[.,]\s", left[0])[-1], right[1]
+        # In a = b + c = d, what a is claimed to be is d.
+        behind = _MIDDLE.match(line, sign.end())
+        right = _RIGHT.match(line, behind.end() if behind else sign.end())
+        if not left or not right or not _OPERATION.search(left[0]):
+            continue
+        # A sentence may end or a list go on right before the equation.
+        expression = re.split(r"[.,]\s", left[0])[-1]
+        start = sign.start() - len(expression)
+        if not _HANGS.search(f"{line[max(0, start - 20) : start]}\0{expression[:40]}"):
+            # A cent is to a dollar what a percentage is to its number.
+            cents = "$" in expression and "%" not in right[1] and _CENTS.match(line, right.end())
+            yield expression, right[1] + "%" * bool(cents)
 
 
 def holds(left: str, right: str) -> bool | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from decimal import Decimal
-from fractions import Fraction
+from numbers import Real
+from typing import Any
 
 
 def _items(gold: object) -> Sequence[object]:
@@ -17,10 +18,18 @@ def accepted(gold: object) -> list[str]:
     return [str(item) for item in _items(gold) if item is not None and str(item).strip()]
 
 
+def _readable(number: Any) -> bool:
+    try:
+        # Python writes whole numbers out up to 4,300 digits; a signalling NaN refuses to be compared.
+        return abs(number) < math.inf and bool(str(number))
+    except (ArithmeticError, ValueError):
+        return False
+
+
 def unusable(gold: object) -> str | None:
     """Why a gold holds no answer to compare with (another type, nothing in it); None if it does."""
     for item in _items(gold):
-        if isinstance(item, int | float | Fraction | Decimal) and not isinstance(item, bool) and math.isfinite(item):
+        if isinstance(item, Real | Decimal) and not isinstance(item, bool) and _readable(item):
             continue
         if item is not None and not isinstance(item, str):
             got = str(item) if isinstance(item, bool | float) else type(item).__name__

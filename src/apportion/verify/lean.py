@@ -18,9 +18,14 @@ Lean often gives up a block at its first error and says nothing about the tactic
 read the first failure, as step-verified credit does. A response whose statement differs or whose proof holds a
 forbidden word is not run: all of its steps failed. One without a proof has no steps.
 
-No verdict (None), never a failure, for what says nothing about the proof: no start, a time-out, too much output,
+No verdict (None), never a failure, for what says nothing about a step: no start, a time-out, too much output,
 output that is not Lean's, an end without an error and without the last line's axioms, and an error in the header or
 the statement that is there with `sorry` for the proof as well.
+
+Whole proofs (`prove`). Right where no step failed and no `sorry` is written; wrong where one did, or
+there is no proof. Where the steps have no verdict, the statement is tried with `sorry` for the proof: if it stands, in
+the same time, then the proof is what broke Lean, and is wrong, since abstaining would reward proofs that hang; else
+the verdict is "abstain", as it is where the sandbox failed or nobody may run Lean here.
 
 Output. `lean --json FILE` prints one JSON object a message: `severity` (error, warning, information), `pos` and
 `endPos` (`line` from 1, `column` from 0 in code points), `data`, `fileName`, `keepFullRange`, `caption`, and later also
@@ -51,17 +56,20 @@ from apportion.verify.code import ALLOW_VARIABLE
 from apportion.verify.extract import after_thinking
 from apportion.verify.sandbox import Limits, LocalSandbox, Sandbox, SandboxError, StdinJob, Tier
 from apportion.verify.steps import Steps
+from apportion.verify.verdict import Verdict
 
 AXIOMS = frozenset({"propext", "Classical.choice", "Quot.sound"})
 # What has no place in a proof: namespaces of programs; commands, terms and tactics that declare or run them, read files
 # or start others; trust in the compiler; options (one turns the kernel's check off); the end of the file before its
-# last line; and declarations or namespaces of the proof's own, which could give that line another theorem to look at.
+# last line, and what would hide its answer; and declarations or namespaces of the proof's own, which could give that
+# line another theorem to look at.
 FORBIDDEN = re.compile(
-    r"""\b(?:\w*IO|Lean|Lake|System)\b | \#eval | \#exit | \beval% | \b(?:run_|unsafe)\w* | \w*[rR]educeBool
-    | trustCompiler | \+\s*native\b | \bnative\s*:= | (?<![\w.])(?:by_elab|elab|elab_rules|macro|macro_rules|syntax
+    r"""\b(?:\w*IO|Lean|Lake|System)\b | \#eval | \#exit | \#guard_ | \beval% | \b(?:run_|unsafe|register_)\w*
+    | \w*[rR]educeBool
+    | trustCompiler | \+\s*native\b | \bnative»?\s*:= | (?<![\w.])(?:by_elab|elab|elab_rules|macro|macro_rules|syntax
     |declare_syntax_cat|simproc|dsimproc|initialize|builtin_initialize|extern|implemented_by|include_str|polyrith
     |native_decide|bv_decide|import|set_option|axiom|opaque|theorem|lemma|def|abbrev|instance|example|structure|class
-    |inductive|namespace|section|notation|infix[lr]?|prefix|postfix|attribute|export|alias)\b""",
+    |inductive|namespace|section|notation3?|binder_predicate|infix[lr]?|prefix|postfix|attribute|export|alias)\b""",
     re.VERBOSE,
 )
 _FENCE = re.compile(r"^```[ \t]*lean4?\b[^\n]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE | re.IGNORECASE)
@@ -85,10 +93,13 @@ os.execve({binary!r}, [{binary!r}, "--json", "-j1", "Proof.lean"], {environment!
 
 @dataclass(frozen=True)
 class LeanVerdict:
-    """`steps`: (character of the response, whether it is ok), None without a verdict. `reason`: why not proved."""
+    """`steps`: (character of the response, whether it is ok), None without a verdict. `reason`: why not proved.
+    `proof`: what was given to Lean as the proof. `lost`: the sandbox failed."""
 
     steps: Steps | None
     reason: str = ""
+    proof: str | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,8 @@ class _Proof:
     at: int
 
     def verdict(self, failed: set[int], reason: str) -> LeanVerdict:
-        return LeanVerdict([(start + self.at, k not in failed) for k, start in enumerate(self.steps)], reason)
+        steps = [(start + self.at, k not in failed) for k, start in enumerate(self.steps)]
+        return LeanVerdict(steps, reason, self.body)
 
     def refused(self, reason: str) -> LeanVerdict:
         return self.verdict(set(range(len(self.steps))), reason)
@@ -156,7 +168,8 @@ def _comment_end(code: str, mark: re.Match[str]) -> int | None:
     return None
 
 
-def _read_statement(given: str, header: str, column: str) -> _Statement:
+def read_statement(given: str, header: str, column: str) -> _Statement:
+    """A row's theorem. Raises InputError, naming the column, where there is none."""
     text = _LEFT_OPEN.sub("", _blank_comments(given)).strip()
     theorem = max(_THEOREM.finditer(text), key=re.Match.start, default=None)
     if theorem is None:
@@ -242,8 +255,9 @@ def _judge(proof: _Proof, messages: Sequence[Message]) -> LeanVerdict:
     lines = [0, *(k + 1 for k, character in enumerate(proof.body) if character == "\n")]
     last = len(proof.steps) - 1
     errors = [m for m in messages if m.severity == "error"]
-    # A proof that is cut off may be reported where the line below it starts; what that line itself gets wrong is not.
-    own = [m for m in errors if first_line <= m.line < last_line or (m.line == last_line and m.column == 0)]
+    # A proof that is cut off may be reported where the line below it starts, and a comment or text that never closes
+    # at the end of the file; what that line itself gets wrong is no fault of the proof's.
+    own = [m for m in errors if m.line >= first_line and (m.line != last_line or m.column == 0)]
     written = {max(bisect.bisect(proof.steps, m.start()) - 1, 0) for m in _SORRY.finditer(proof.body)}
     if own:
         failed = set(written)
@@ -258,7 +272,7 @@ def _judge(proof: _Proof, messages: Sequence[Message]) -> LeanVerdict:
     ends = [_DEPENDS.search(m.data) for m in messages if m.line == last_line]
     axioms = next((end for end in ends if end), None)
     if axioms is None and not unproved:
-        return LeanVerdict(None, "Lean did not come to the end of the file")
+        return LeanVerdict(None, "Lean did not come to the end of the file", proof.body)
     named = {name.strip() for name in ((axioms and axioms[1]) or "").split(",")} - {""}
     others = sorted((named | ({"sorryAx"} if unproved else set())) - AXIOMS)
     if not others:
@@ -307,7 +321,7 @@ class LeanVerifier:
         header: Lean source in front of every statement: imports, `open`, options.
         wall_s: seconds for one proof.
         memory_mb: address space of Lean, MiB. Lean maps libraries into it: Mathlib needs more than the default.
-        allow_local: run Lean on this machine, in `LocalSandbox`. APPORTION_ALLOW_LOCAL_CODE=1 is the same flag.
+        allow_local_code: run Lean on this machine, in `LocalSandbox`. APPORTION_ALLOW_LOCAL_CODE=1 is the same flag.
         sandbox: who runs it instead (a remote client).
         require: the least tier of local isolation.
         paths: folders of compiled libraries (LEAN_PATH).
@@ -323,7 +337,7 @@ class LeanVerifier:
     header: str = ""
     wall_s: float = 60.0
     memory_mb: int = 4096
-    allow_local: bool = False
+    allow_local_code: bool = False
     sandbox: Sandbox | None = None
     require: Tier = "process"
     paths: Sequence[str] = ()
@@ -337,10 +351,10 @@ class LeanVerifier:
         if self.sandbox is not None:
             self.binary, self._runner = self.binary or "lean", self.sandbox
             return
-        if not self.allow_local and os.environ.get(ALLOW_VARIABLE) != "1":
+        if not self.allow_local_code and os.environ.get(ALLOW_VARIABLE) != "1":
             raise InputError(
-                "allow_local", self.allow_local, "True, or a sandbox: proofs are programs",
-                f"allow_local=True (Python), {ALLOW_VARIABLE}=1 (environment), or sandbox=",
+                "allow_local_code", self.allow_local_code, "True, or a sandbox: proofs are programs",
+                f"allow_local_code=True (Python), {ALLOW_VARIABLE}=1 (environment), or sandbox=",
             )  # fmt: skip
         self.binary, folder = _toolchain(self.binary)
         if absent := [path for path in self.paths if not os.path.isdir(path)]:
@@ -358,22 +372,36 @@ class LeanVerifier:
     def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> list[Steps | None]:
-        statements = [self._statement(row) for row in rows]
+        statements = [self.statement(row) for row in rows]
         with ThreadPoolExecutor(self.workers, "lean") as threads:
             return [verdict.steps for verdict in threads.map(self._verify, responses, statements)]
 
     def judge(self, response: str, row: Mapping[str, Any]) -> LeanVerdict:
         """The verdict on one response, with the reason for a failure or an abstention."""
-        return self._verify(response, self._statement(row))
+        return self._verify(response, self.statement(row))
 
-    def _statement(self, row: Mapping[str, Any]) -> _Statement:
+    def prove(self, given: str, response: str) -> Verdict:
+        """The verdict on the whole proof of a statement, as a row gives it."""
+        statement = read_statement(given, self.header, "gold")
+        found = self._verify(response, statement)
+        if found.steps is None:
+            broke = not found.lost and self._stands(statement)
+            return Verdict("wrong" if broke else "abstain", found.reason, statement.text, found.proof)
+        if not found.steps or found.reason:
+            return Verdict("wrong", found.reason, statement.text, found.proof)
+        if _SORRY.search(found.proof or ""):
+            return Verdict("wrong", "sorry is written in the proof", statement.text, found.proof)
+        return Verdict("correct", "proved", statement.text, found.proof)
+
+    def statement(self, row: Mapping[str, Any]) -> _Statement:
+        """The row's theorem. Raises InputError where it has none."""
         given = row.get(self.statement_column)
         if not isinstance(given, str):
             raise InputError(
                 self.statement_column, type(given).__name__, "the theorem to prove, in Lean",
                 "name the data set's column with statement_column=",
             )  # fmt: skip
-        return _read_statement(given, self.header, self.statement_column)
+        return read_statement(given, self.header, self.statement_column)
 
     def _verify(self, response: str, statement: _Statement) -> LeanVerdict:
         proof, refusal = _read_proof(response, self.header, statement)
@@ -381,20 +409,26 @@ class LeanVerifier:
             return LeanVerdict([], refusal)
         if refusal:
             return proof.refused(refusal)
-        messages = self._lean(proof)
+        try:
+            messages = self._lean(proof)
+        except SandboxError as error:
+            return LeanVerdict(None, f"sandbox: {error}", proof.body, lost=True)
         if isinstance(messages, str):
-            return LeanVerdict(None, messages)
+            return LeanVerdict(None, messages, proof.body)
         end = proof.above.count("\n")
         above = next((m for m in messages if m.severity == "error" and m.line <= end), None)
         # A proof can be at fault there too: what exceeds a limit is reported at the theorem's name.
         if above and not self._stands(statement):
-            return LeanVerdict(None, f"the header or the statement itself: {above.data[:300]}")
+            return LeanVerdict(None, f"the header or the statement itself: {above.data[:300]}", proof.body)
         return _judge(proof, messages)
 
     def _stands(self, statement: _Statement) -> bool:
         """Whether header and statement are free of errors, with `sorry` for the proof."""
         if statement.text not in self._alone:
-            messages = self._lean(_lay_out(self.header, statement, "by sorry", 0, False, 0))
+            try:
+                messages = self._lean(_lay_out(self.header, statement, "by sorry", 0, False, 0))
+            except SandboxError:
+                return False
             if isinstance(messages, str):
                 return False
             ended = any(_DEPENDS.search(m.data) for m in messages)
@@ -402,16 +436,13 @@ class LeanVerifier:
         return self._alone[statement.text]
 
     def _lean(self, proof: _Proof) -> list[Message] | str:
-        """Lean's messages, or why there are none."""
+        """Lean's messages, or why there are none. Raises `SandboxError`."""
         environment = {"LEAN_PATH": os.pathsep.join(self.paths)} if self.paths else {}
         program = _PROGRAM.format(binary=self.binary, environment=environment)
         limits = Limits(self.wall_s, self.memory_mb, processes=64 * self.workers, readable=self._readable)
-        try:
-            report = self._runner.stdin(StdinJob(program, (proof.above + proof.body + proof.below,)), limits)
-        except SandboxError as error:
-            return f"sandbox: {error}"
+        report = self._runner.stdin(StdinJob(program, (proof.above + proof.body + proof.below,)), limits)
         if len(report.results) != 1:
-            return f"sandbox: {len(report.results)} results for one proof"
+            raise SandboxError(f"{len(report.results)} results for one proof")
         if report.results[0].error:
             return report.results[0].error
         messages = read_messages(report.results[0].output)

@@ -31,7 +31,8 @@ _MAIN = "import sys, json; sys.path[:] = json.loads(sys.argv.pop(2)); import {mo
 class Outcome:
     """How a job ended. `value` is the result of "done"; `stage` is the last part the child reported; `reason` says
     what happened otherwise: "timeout", "starved" (killed at the deadline, but the machine had given it less than a
-    fifth of that time), "crash", "memory", "error", "start"."""
+    fifth of that time), "crash", "memory", "error", "start" (no child, or none that came up), "closed" (the pool was,
+    meanwhile). Of a child that something else killed no stage is told: the job is not why it died."""
 
     state: Literal["done", "failed"]
     value: Any = None
@@ -53,22 +54,27 @@ class _Child:
         command = [sys.executable, "-c", _MAIN.format(module=module), str(memory_mb), json.dumps(sys.path)]
         # One hash seed: the order of sets in sympy is then the same in every child and every run.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=environment,
-            bufsize=0,
-        )
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=environment,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise _Failure("start", str(error)) from error
         assert self.process.stdin and self.process.stdout
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        # A stopped child reads nothing: a job larger than the pipe would block for ever.
+        os.set_blocking(self._stdin.fileno(), False)
         self._buffer = b""
         self._ready = False
 
     def _line(self, deadline: float) -> dict[str, Any]:
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
             while b"\n" not in self._buffer:
                 left = deadline - time.monotonic()
@@ -76,52 +82,88 @@ class _Child:
                     raise _Failure("timeout")
                 piece = os.read(self._stdout.fileno(), 1 << 16)
                 if not piece:
-                    raise _Failure("crash", self._exit())
+                    raise self._ended()
                 self._buffer += piece
                 if len(self._buffer) > MAX_LINE:
                     raise _Failure("crash", "a result longer than a MiB")
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message = json.loads(line)
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            message = None
         if not isinstance(message, dict):
             raise _Failure("crash", "not a message")
         return message
 
-    def _exit(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return f"exit status {self.process.wait(timeout=1)}"
-        return "closed its pipe"
+    def _write(self, data: bytes, deadline: float) -> None:
+        rest = memoryview(data)
+        with selectors.PollSelector() as selector:
+            selector.register(self._stdin, selectors.EVENT_WRITE)
+            while rest:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    raise _Failure("timeout")
+                try:
+                    rest = rest[os.write(self._stdin.fileno(), rest) :]
+                except BlockingIOError:
+                    continue
+                except BrokenPipeError:
+                    raise self._ended() from None
+
+    def _spoke(self) -> bool:
+        """Whether something is there to read."""
+        with selectors.PollSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            return bool(self._buffer or selector.select(0))
+
+    def _ended(self) -> _Failure:
+        """What to raise where the child has closed its pipe."""
+        try:
+            status = self.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return _Failure("crash", "closed its pipe")
+        return _Failure("killed" if -status in (signal.SIGKILL, signal.SIGTERM) else "crash", f"exit status {status}")
 
     def wait_ready(self) -> None:
         if self._ready:
             return
         try:
             self._line(time.monotonic() + START_S)
-        except (_Failure, ValueError) as error:
-            raise _Failure("start", str(error)) from error
+        except _Failure as failure:
+            raise _Failure("start", failure.detail or failure.reason) from failure
         self._ready = True
 
     def run(self, job: dict[str, Any], wall_s: float) -> Outcome:
         stage, cpu = "", self._cpu_s()
+        request = json.dumps({**job, "wall_s": wall_s}).encode() + b"\n"
         deadline = time.monotonic() + wall_s
         try:
-            self._stdin.write(json.dumps({**job, "wall_s": wall_s}).encode() + b"\n")
+            if self._spoke():
+                # What it said after its last job would be taken for the answer to this one.
+                raise _Failure("crash", "it spoke, or died, out of turn")
+            self._write(request, deadline)
             while True:
                 message = self._line(deadline)
                 if "stage" in message:
-                    stage = message["stage"]
+                    stage = str(message["stage"])
                 elif "error" in message:
                     reason = "memory" if message["error"] == "out of memory" else "error"
-                    return Outcome("failed", stage=stage, reason=reason, detail=message["error"])
+                    return Outcome("failed", stage=stage, reason=reason, detail=str(message["error"]))
                 else:
                     return Outcome("done", message["result"], stage)
         except _Failure as failure:
             reason = failure.reason
+            if reason == "killed":
+                return Outcome("failed", reason="crash", detail=failure.detail)
             # A child that got no processor is no evidence against the answer it was reading.
             if reason == "timeout" and cpu is not None and (now := self._cpu_s()) is not None:
                 reason = "timeout" if now - cpu >= 0.2 * wall_s else "starved"
             return Outcome("failed", stage=stage, reason=reason, detail=failure.detail)
-        except (OSError, ValueError, KeyError) as error:
-            return Outcome("failed", stage=stage, reason="crash", detail=str(error))
+        except KeyError:
+            return Outcome("failed", stage=stage, reason="crash", detail="a message without a result")
+        except (OSError, ValueError) as error:
+            # Of our own pipes: not the job's doing.
+            return Outcome("failed", reason="crash", detail=str(error))
 
     def _cpu_s(self) -> float | None:
         """Processor seconds used so far; None where /proc does not tell."""
@@ -132,12 +174,12 @@ class _Child:
             return None
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def kill(self) -> None:
+    def end(self) -> None:
+        """Kill the process and wait for it. The pipes stay open for the thread that may be reading them."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.drop()
 
     def drop(self) -> None:
         """Close our ends of the pipes without touching the process."""
@@ -171,16 +213,25 @@ class Pool:
         self._closed = False
 
     def run(self, job: dict[str, Any], wall_s: float) -> Outcome:
-        """Give `job` (JSON values) to a child and wait. Never raises for what happens to the child."""
+        """Give `job` (JSON values) to a child and wait. Never raises for what happens to the child.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this pool is closed")
         with self._slots:
             outcome = self._attempt(job, wall_s)
             if outcome.reason == "crash" and not outcome.stage:
-                # It died before it took the job up (while idle, most likely): not the job's doing.
+                # It died before it took the job up, or was killed from outside: not the job's doing.
                 outcome = self._attempt(job, wall_s)
             return outcome
 
     def _attempt(self, job: dict[str, Any], wall_s: float) -> Outcome:
-        child = self._take()
+        try:
+            child = self._take()
+        except _Failure as failure:
+            return Outcome("failed", reason=failure.reason, detail=failure.detail)
         keep = False
         try:
             child.wait_ready()
@@ -196,7 +247,7 @@ class Pool:
     def _take(self) -> _Child:
         with self._lock:
             if self._closed:
-                raise RuntimeError("this pool is closed")
+                raise _Failure("closed")
             child = self._idle.pop() if self._idle else None
             if child is None or child.process.poll() is not None:
                 if child is not None:
@@ -211,16 +262,19 @@ class Pool:
             if keep and not self._closed:
                 self._idle.append(child)
                 return
-        child.kill()
+        child.end()
+        child.drop()
 
     def close(self) -> None:
         """Kill every child and wait for it. Jobs under way end as failed."""
         with self._lock:
             self._closed = True
-            children = [*self._idle, *self._busy]
+            idle, busy = [*self._idle], [*self._busy]
             self._idle.clear()
-        for child in children:
-            child.kill()
+        for child in (*idle, *busy):
+            child.end()
+        for child in idle:
+            child.drop()
 
     def _after_fork(self) -> None:
         # The children are our parent's. Locks may have been held by threads that do not exist here.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Outcome = Literal["correct", "wrong", "abstain"]
 
@@ -27,8 +27,3 @@ class Verdict:
     def reward(self) -> float:
         """1.0 correct, 0.0 wrong, NaN abstain."""
         return _REWARDS[self.outcome]
-
-    def to_json(self) -> dict[str, Any]:
-        """The record `apportion grade` writes: `verdict`, `reason`, `gold`, `prediction`."""
-        record = asdict(self)
-        return {"verdict": record.pop("outcome"), **record}
