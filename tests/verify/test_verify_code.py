@@ -1,7 +1,9 @@
 """Programs against tests: what passes, what fails, what cannot be judged, and programs that cheat.
 
 Planted faults seen caught here: objects that may be compared; StopIteration let through; the prompt's helper taken
-from the program; hidden values shown; a test's own failure graded "wrong"; a missing result counted as passed.
+from the program; hidden values shown; a test's own failure graded "wrong"; a missing result counted as passed; tests
+that assert nothing passed; tests in classes passed over; imports from the future behind the helpers; the last block
+taken whatever it defines.
 """
 
 import json
@@ -12,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from apportion.cli import app
-from apportion.verify import check_gold, grade
+from apportion.verify import check_gold, grade, sandbox
 from apportion.verify.code import CodeSettings, program_of, read_tests
 from apportion.verify.sandbox import CallReport, LocalSandbox, SandboxError, StdinReport, StepResult
 
@@ -165,11 +167,46 @@ def test_library_names_are_not_taken_from_the_program():
         ("assert triple(2) == 6\nwrong = 2\nassert wrong == 3", "fails by itself"),
         ({"tests": 5}, "neither Python source"),
         ({"stdin": [{"input": "1"}]}, "input and an output"),
+        ({"stdin": [{"input": ["1", "2"], "output": "3"}]}, "input and an output"),
+        ({"stdin": [{"input": "1", "output": None}]}, "input and an output"),
+        ({"stdin": [{"input": "1", "output": "\n"}]}, "no test expects"),
+        ({"stdin": [{"input": "1", "output": "1"}], "hidden": ASSERTS}, "give one"),
+        # Tests that would pass whatever the program does, or be passed over.
+        ("triple(1)\ntriple(2)", "assert nothing"),
+        ("assert triple(1) == 3\nclass TestTriple:\n    def test_two(self):\n        assert triple(2) == 7", "classes"),
+        ("assert triple(1) == 3\ndef test_two(tmp_path):\n    assert triple(2) == 7", "takes arguments"),
+        ("assert triple(1) == 3\nasync def test_two():\n    assert await triple(2) == 7", "asynchronous"),
+        ("import asyncio\nassert asyncio.run(triple(2)) == 6", "asynchronous"),
+        ("try:\n    triple(1)\n    assert False\nexcept Triple:\n    pass", "catch Triple"),
+        # What the parser takes and nothing else does.
+        ("nonlocal x\nassert triple(1) == 3", "not Python"),
+        ("assert triple(" + "-" * 3000 + "1) == 3", "not Python"),
     ],
 )
 def test_gold_that_cannot_judge_abstains(gold, reason):
     verdict = judge(gold, TRIPLE)
     assert verdict.outcome == "abstain" and reason in verdict.reason
+
+
+def test_tests_of_other_shapes_count():
+    guarded = "def run():\n    assert triple(2) == 6\nif __name__ == '__main__':\n    run()"
+    looped = "def same(a, b):\n    assert a == b\nfor n in (1, 2):\n    same(triple(n), 3 * n)"
+    raised = "if triple(2) != 6:\n    raise AssertionError('no')"
+    for gold in (guarded, looped, raised):
+        assert judge(gold, TRIPLE).outcome == "correct"
+        assert judge(gold, "def triple(n): return n").outcome == "wrong"
+
+
+def test_a_hidden_test_that_fails_by_itself_stays_hidden():
+    report = CallReport((StepResult(""), StepResult("test", "KeyError: 'secret'")), 1)
+    gold = {"tests": "assert triple(1) == 3", "hidden": "assert triple(2) == {}['secret']"}
+    verdict = grade("code", gold, TRIPLE, sandbox=Remote(report))
+    assert verdict.outcome == "abstain" and "secret" not in verdict.reason
+
+
+def test_reasons_are_text_that_files_take():
+    verdict = judge(ASSERTS, "def triple(n): raise ValueError('\\ud800')")
+    assert verdict.outcome == "wrong" and verdict.reason.encode()
 
 
 def test_check_gold():
@@ -261,6 +298,9 @@ def test_stdin_output_rules():
     assert judge(gold, "print('1 2 3')").outcome == "wrong"
     assert judge(gold, "print('1 2 3')", output="tokens").outcome == "correct"
     assert judge(gold, "print('1 2 \\n3')", output="exact").outcome == "wrong"
+    # Lines end in a line feed, with a carriage return or not; a form feed ends none.
+    assert judge(gold, "print('1 2\\r\\n3', end='')").outcome == "correct"
+    assert judge(gold, "print('1 2\\x0c3')").outcome == "wrong"
 
 
 def test_program_of():
@@ -268,6 +308,43 @@ def test_program_of():
     text = "<think>```python\nx\n```</think>\n```py\ndef f(x): return x\n```\n```\nf(1)\n```"
     assert program_of(text, tests).strip() == "def f(x): return x"
     assert program_of("<think>def f", tests) == ""
+
+
+FUNCTION = "def f(x):\n    return x\n"
+
+
+@pytest.mark.parametrize("gold", ["assert f(1) == 1", {"tests": "assert f(1) == 1", "entry_point": "f"}])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"So:\n```python\n{FUNCTION}```\nIt prints\n```\n1\n```\n",
+        f"So:\n```python\n{FUNCTION}```\nUse:\n```python\nprint(f(1))\n```\n",
+        f"```\n{FUNCTION}```\n```python\nprint(f(1))\n```",
+        f"Cut off:\n```python\n{FUNCTION}",
+        "1. So:\n   ```python\n   def f(x):\n       return x\n   ```\n",
+        f"~~~py\n{FUNCTION}~~~",
+        f"````python\n{FUNCTION}TEXT = '''\n```\nx\n```\n'''\n````\n",
+        f"```text\ndef f\n```\n```python\r\n{FUNCTION}```",
+    ],
+)
+def test_the_block_that_defines_what_is_tested_counts(text, gold):
+    assert program_of(text, read_tests(gold)).replace("\r", "").strip().startswith(FUNCTION.strip())
+
+
+def test_helpers_go_behind_imports_from_the_future():
+    gold = {
+        "prompt": "import math\ndef f(x):\n    ''",
+        "entry_point": "f",
+        "test": "def check(f):\n    assert f(1) == 1",
+    }
+    for head in (
+        "from __future__ import annotations\n",
+        "'''Doc.'''\n# one\nfrom __future__ import (\n annotations)\n",
+    ):
+        compile(program_of(head + FUNCTION, read_tests(gold)), "program", "exec")
+    # A line like one in the middle of a text moves nothing.
+    late = FUNCTION + "T = '''\nfrom __future__ import annotations\n'''\n"
+    assert program_of(late, read_tests(gold)) == "import math\n" + late
 
 
 def test_settings_are_checked():
@@ -338,6 +415,59 @@ def test_nothing_outlives_a_timeout():
         time.sleep(0.2)
         left &= set(os.listdir("/tmp"))
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [("tempfile.mkdtemp", 28), ("socket.socketpair", 24), ("tempfile.TemporaryFile", 28), ("subprocess.Popen", 11)],
+)
+def test_a_machine_that_is_out_of_something_abstains(monkeypatch, target, error):
+    def fails(*_, **__):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(target, fails)
+    verdict = judge(ASSERTS, TRIPLE)
+    assert verdict.outcome == "abstain" and verdict.reason.startswith("sandbox: ")
+
+
+def test_nothing_stays_open_when_a_start_fails(monkeypatch):
+    pipe, asked = os.pipe, []
+
+    def second_fails():
+        asked.append(1)
+        if len(asked) == 2:
+            raise OSError(24, "Too many open files")
+        return pipe()
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("os.pipe", second_fails)
+    assert judge(ASSERTS, TRIPLE).outcome == "abstain"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_slow_start_is_no_time_of_the_program(monkeypatch):
+    entered = sandbox._Jail.entered
+    monkeypatch.setattr("apportion.verify.sandbox._Jail.entered", lambda jail: (time.sleep(1.2), entered(jail))[1])
+    assert judge(SUM, "print(sum(map(int, input().split())))", wall_s=1).outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    "mess",
+    [
+        "for _ in range(1500): os.mkdir('d'); os.chdir('d')",
+        "os.makedirs('a/b'); os.chmod('a/b', 0); os.chmod('a', 0)",
+    ],
+)
+def test_folders_too_deep_or_closed_are_removed_too(monkeypatch, tmp_path, mess):
+    # Where the private folder is one on disk (the tier "process"), this is all that stands between it and /tmp.
+    folder = tmp_path / "apportion-x"
+    folder.mkdir()
+    where = os.getcwd()
+    os.chdir(folder)
+    exec(mess, {"os": os})
+    os.chdir(where)
+    sandbox._remove(str(folder))
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("body", ["while True: pass", "return 2 ** (10 ** 9)", "return 'x' * (1 << 26)"])

@@ -9,6 +9,9 @@ The gold is the tests, in one of these forms:
   completion that does not define the entry point is appended to the prompt), or `stdin`: a list of
   {"input": text, "output": text}.
 
+A gold whose tests would not all be run, or assert nothing, is refused: unittest and pytest classes, fixtures,
+asynchronous tests, `except` with a class of the program's, inputs and outputs beside tests that call.
+
 The tests run in a process that never holds the program's objects; each call crosses to the sandboxed program and a
 plain value comes back, so an object that claims to equal everything is refused where it would be compared. What a
 program does to its arguments does not come back either: tests of in-place changes do not work here.
@@ -36,7 +39,17 @@ LOCAL_CODE_OFF = (
     "running programs here is off. Fix: --allow-local-code (apportion grade), allow_local_code=True (Python), "
     f"{ALLOW_VARIABLE}=1 (environment), or a sandbox"
 )
-_FENCE = re.compile(r"^```[ \t]*([\w+-]*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# A block that is cut off reaches to the end. The line that closes one holds no word: it would open another.
+_FENCE = re.compile(
+    r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)[^`\n]*\n(.*?)(?:^[ \t]*\2[`~]*(?!\w)|\Z)", re.DOTALL | re.MULTILINE
+)
+_TAGS = ("python", "py", "python3", "py3")
+# Comments, strings and imports from the future, as a program may start with.
+_HEADER = re.compile(
+    r"""\A(?:\s*(?:\#[^\n]*|\"{3}.*?\"{3}|'{3}.*?'{3}|"[^"\n]*"|'[^'\n]*'
+    |from\s+__future__\s+import\s*(?:\([^)]*\)|[^\n(]*)))*""",
+    re.DOTALL | re.VERBOSE,
+)
 # Names that tests borrow without importing them: never taken from the program while it has a name of its own to test.
 _LIBRARY = {
     **dict.fromkeys(("isclose", "sqrt", "floor", "ceil", "pi", "inf", "nan", "isnan", "factorial"), "math"),
@@ -114,29 +127,65 @@ def _sources(value: Any, name: str) -> list[str]:
 
 
 def _is_test(node: ast.stmt) -> bool:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
         return False
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Call)
-    return any(isinstance(inside, ast.Assert) for inside in ast.walk(node))
+    return any(
+        isinstance(inside, ast.Assert | ast.Raise)
+        or (isinstance(inside, ast.Expr) and isinstance(inside.value, ast.Call))
+        for inside in ast.walk(node)
+    )
 
 
-def _is_main_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+def _asserts(node: ast.AST) -> bool:
+    """Whether something here can fail on a wrong value: assert, raise, a call of `assert...` (numpy's, unittest's)."""
+    if isinstance(node, ast.Call):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        return called.startswith("assert")
+    return isinstance(node, ast.Assert | ast.Raise)
 
 
-def _steps(source: str) -> list[tuple[str, bool]]:
-    """Top-level statements in order, and whether each is a test. Uncalled `test_...` functions are called."""
+def _statements(tree: ast.Module) -> list[ast.stmt]:
+    """The top level. A main guard counts where it asserts or calls what the tests define, not where it starts a test
+    runner."""
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    statements: list[ast.stmt] = []
+    for node in tree.body:
+        if not isinstance(node, ast.If) or "__name__" not in ast.unparse(node.test):
+            statements.append(node)
+        elif any(_asserts(inside) or getattr(inside, "id", "") in defined for inside in ast.walk(node)):
+            statements += node.body
+    return statements
+
+
+def _refuse_unrunnable(tree: ast.Module) -> None:
+    """Raise for tests that would be passed over in silence, or that no program can pass here."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AsyncFunctionDef | ast.Await) or getattr(node, "id", "") == "asyncio":
+            raise UnreadableTests("asynchronous tests cannot cross into the sandbox")
+    for node in tree.body:
+        inside = node.body if isinstance(node, ast.ClassDef) else []
+        if any(isinstance(method, ast.FunctionDef) and method.name.startswith("test") for method in inside):
+            raise UnreadableTests("tests in classes are not run: write test functions, or asserts")
+
+
+def _steps(source: str, prepares: bool = False) -> list[tuple[str, bool]]:
+    """Top-level statements in order, and whether each is a test. Uncalled `test_...` functions are called, but where
+    the source only prepares for tests."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UnreadableTests(f"the tests are not Python: {error}") from error
-    steps = [(ast.unparse(node), _is_test(node)) for node in tree.body if not _is_main_guard(node)]
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    called = {function.id for function in calls if isinstance(function, ast.Name)}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not node.args.args:
-            steps += [(f"{node.name}()", True)] if node.name not in called else []
+    _refuse_unrunnable(tree)
+    statements = _statements(tree)
+    if prepares:
+        return [(ast.unparse(node), False) for node in statements]
+    steps = [(ast.unparse(node), _is_test(node)) for node in statements]
+    used = {node.id for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    for node in statements:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and node.name not in used:
+            if len(node.args.args) > len(node.args.defaults):
+                raise UnreadableTests(f"{node.name} takes arguments (fixtures?) and nothing calls it")
+            steps.append((f"{node.name}()", True))
     return steps
 
 
@@ -156,6 +205,27 @@ def _free_names(steps: Iterable[str], entry_point: str) -> list[str]:
     return names or sorted(name for name in free if not isinstance(getattr(builtins, name), type))
 
 
+def _own_exceptions(steps: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Names of the program's that the tests catch: classes do not cross, so that a right program would fail."""
+    handlers = [node.type for node in ast.walk(ast.parse("\n".join(steps))) if isinstance(node, ast.ExceptHandler)]
+    caught = {node.id for kind in handlers if kind for node in ast.walk(kind) if isinstance(node, ast.Name)}
+    return caught & set(names)
+
+
+def _read_stdin(record: Mapping[str, Any]) -> Tests:
+    if any(record.get(key) for key in ("tests", "test", "hidden", "challenge_tests")):
+        raise UnreadableTests("inputs and outputs, and tests that call: give one of them")
+    pairs: list[tuple[str, str]] = []
+    for pair in record["stdin"]:
+        values = [pair.get(key) for key in ("input", "output")] if isinstance(pair, Mapping) else []
+        if not values or not all(isinstance(value, str | int | float) for value in values):
+            raise UnreadableTests("stdin tests need an input and an output each, as text")
+        pairs.append((str(values[0]), str(values[1])))
+    if not any(output.strip() for _, output in pairs):
+        raise UnreadableTests("no test expects any output")
+    return Tests(stdin=tuple(pairs), counted=tuple(range(len(pairs))))
+
+
 def _prompt_helpers(prompt: str, entry_point: str) -> str:
     """What a prompt defines beside the entry point: part of the task, so the tests get it from there."""
     try:
@@ -169,18 +239,20 @@ def _prompt_helpers(prompt: str, entry_point: str) -> str:
 def read_tests(gold: Any) -> Tests:
     """The tests of a gold in any of the forms above. Raises `UnreadableTests`."""
     record: Mapping[str, Any] = gold if isinstance(gold, Mapping) else {"tests": gold}
-    if record.get("stdin"):
-        try:
-            pairs = tuple((str(pair["input"]), str(pair["output"])) for pair in record["stdin"])
-        except (TypeError, KeyError) as error:
-            raise UnreadableTests("stdin tests need an input and an output each") from error
-        return Tests(stdin=pairs, counted=tuple(range(len(pairs))))
+    try:
+        return _read_stdin(record) if record.get("stdin") else _read_calls(record)
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
+        # The parser lets through what the compiler refuses; `ast.unparse` recurses deeper than the parser.
+        raise error if isinstance(error, UnreadableTests) else UnreadableTests(f"not Python: {error}") from error
+
+
+def _read_calls(record: Mapping[str, Any]) -> Tests:
     entry_point = str(record.get("entry_point") or "")
     prompt = str(record.get("prompt") or record.get("problem") or "") if entry_point else ""
     helpers = _prompt_helpers(prompt, entry_point)
-    steps = [
-        (text, False) for source in [helpers, *_sources(record.get("setup"), "setup")] for text, _ in _steps(source)
-    ]
+    steps: list[tuple[str, bool]] = []
+    for source in (helpers, *_sources(record.get("setup"), "setup")):
+        steps += _steps(source, prepares=True)
     for source in _sources(record.get("tests", record.get("test")), "tests"):
         steps += _steps(source)
     defines_check = any(text.startswith("def check(") for text, _ in steps)
@@ -195,7 +267,11 @@ def read_tests(gold: Any) -> Tests:
     counted = tuple(number for number, (_, is_test) in enumerate(steps) if is_test)
     if not counted:
         raise UnreadableTests("there are no tests")
+    if not any(_asserts(node) for node in ast.walk(ast.parse("\n".join(texts)))):
+        raise UnreadableTests("the tests assert nothing")
     names = tuple(_free_names(texts, entry_point))
+    if own := _own_exceptions(texts, names):
+        raise UnreadableTests(f"the tests catch {', '.join(sorted(own))}, a class that cannot cross into the sandbox")
     return Tests(texts, counted, hidden_from, names, entry_point, prompt, helpers)
 
 
@@ -212,23 +288,37 @@ def unreadable_gold(gold: Any, settings: CodeSettings) -> str | None:
 
 def _defines(source: str, name: str) -> bool:
     name = re.escape(name)
-    return re.search(rf"^(?:async +)?(?:def|class) +{name}\b|^{name} *[:=]", source, re.MULTILINE) is not None
+    pattern = rf"^(?:async +)?(?:def|class) +{name}\b|^{name} *(?::[^=\n]*)?=(?!=)"
+    return re.search(pattern, source, re.MULTILINE) is not None
+
+
+def _dedented(indent: str, body: str) -> str:
+    return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", body, flags=re.MULTILINE) if indent else body
+
+
+def _behind_future(helpers: str, text: str) -> str:
+    """The program with `helpers` in front, but for imports from the future, which must stay first."""
+    header = _HEADER.match(text)
+    at = header.end() if header and "__future__" in header.group() else 0
+    return f"{text[:at]}\n{helpers}\n{text[at:]}" if at else f"{helpers}\n{text}"
 
 
 def program_of(prediction: str, tests: Tests) -> str:
-    """The program in a response: the last fenced block (that defines the entry point, when it is known), else the
-    whole text after `</think>`; a bare completion goes behind its prompt."""
+    """The program in a response: of its fenced blocks the last one among those that define most of what the tests
+    call, Python's before ones without a language; without blocks the whole text after `</think>`; a bare completion
+    goes behind its prompt."""
     text = after_thinking(prediction)
     if text is None:
         return ""
-    blocks = [body for language, body in _FENCE.findall(text) if language.lower() in ("", "python", "py", "python3")]
-    if blocks:
-        defining = [block for block in blocks if tests.entry_point and _defines(block, tests.entry_point)]
-        text = (defining or blocks)[-1]
+    found = [(tag.lower(), _dedented(indent, body)) for indent, _, tag, body in _FENCE.findall(text)]
+    if blocks := [(tag, body) for tag, body in found if tag in ("", *_TAGS)]:
+        wanted = [name for name, module in _names(tests).items() if module is None]
+        ranks = [(sum(_defines(body, name) for name in wanted), tag != "", n) for n, (tag, body) in enumerate(blocks)]
+        text = blocks[max(ranks)[2]][1]
     if not tests.entry_point:
         return text
     if _defines(text, tests.entry_point):
-        return f"{tests.helpers}\n{text}"
+        return _behind_future(tests.helpers, text)
     return tests.prompt + text
 
 
@@ -245,7 +335,7 @@ def _compare_output(wanted: str, got: str, rule: str) -> bool:
         return wanted == got
     if rule == "tokens":
         return wanted.split() == got.split()
-    levelled = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (wanted, got)]
+    levelled = [[line.rstrip() for line in text.rstrip().split("\n")] for text in (wanted, got)]
     return levelled[0] == levelled[1]
 
 
@@ -289,6 +379,11 @@ def _name(tests: Tests, number: int) -> str:
     return f"test {number + 1}" if tests.stdin else tests.steps[number][:120]
 
 
+def _legible(text: str) -> str:
+    # What a program raised may hold halves of characters, which no file takes.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _grade_calls(tests: Tests, program: str, runner: Sandbox, limits: Limits) -> tuple[Verdict, list[tuple[str, bool]]]:
     shown = f"{len(tests.counted)} tests"
     report = runner.call(CallJob(program, tests.steps, tests.counted, _names(tests)), limits)
@@ -300,11 +395,14 @@ def _grade_calls(tests: Tests, program: str, runner: Sandbox, limits: Limits) ->
     if failed:
         passed = sum(not report.results[number].blame for number in tests.counted)
         first = failed[0]
-        which = _name(tests, first) + (f" ({report.results[first].error})" if first < tests.hidden_from else "")
+        which = _name(tests, first) + (
+            f" ({_legible(report.results[first].error)})" if first < tests.hidden_from else ""
+        )
         return Verdict("wrong", f"{passed} of {shown} passed; first failure: {which}", shown, program), judged
     broken = next((result for result in report.results if result.blame), None)
     if broken is not None:
-        return Verdict("abstain", f"a test fails by itself: {broken.error}", shown, program), judged
+        said = _legible(broken.error) if report.results.index(broken) < tests.hidden_from else "a hidden one"
+        return Verdict("abstain", f"a test fails by itself: {said}", shown, program), judged
     if report.calls == 0:
         return Verdict("abstain", "no test called the program", shown, program), judged
     return Verdict("correct", f"all {shown} passed", shown, program), judged

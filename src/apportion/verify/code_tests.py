@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from apportion.errors import InputError
 from apportion.verify import code
-from apportion.verify.rewards import RewardFunction, Rewards, completion_text
+from apportion.verify.rewards import Reward, Rewards, completion_texts, golds_of
 
 
 def grade_tests(gold: Any, prediction: str, settings: code.CodeSettings) -> list[tuple[str, bool]] | None:
@@ -27,7 +26,7 @@ def grade_tests(gold: Any, prediction: str, settings: code.CodeSettings) -> list
 
 def test_fraction_reward(
     settings: code.CodeSettings, answer_column: str = "answer", workers: int | None = None
-) -> RewardFunction:
+) -> Reward:
     """The share of a program's tests that it passes, in [0, 1]; None on abstain.
 
     A program that is half right gets half of the reward, which a policy can earn by special cases: beside visible
@@ -40,19 +39,16 @@ def test_fraction_reward(
 
     Raises (when called): InputError if the column is missing or its length is not that of `completions`.
     """
+    return Reward("test_fraction", _shares, settings, answer_column, workers or len(os.sched_getaffinity(0)))
 
-    def share(gold: Any, completion: Any) -> float | None:
-        tests = grade_tests(gold, completion_text(completion), settings)
+
+def _shares(
+    settings: code.CodeSettings, column: str, workers: int, /, completions: Sequence[Any], **columns: Any
+) -> Rewards:
+    def share(gold: Any, text: str) -> float | None:
+        tests = grade_tests(gold, text, settings)
         return None if tests is None else sum(passed for _, passed in tests) / len(tests)
 
-    def test_fraction(completions: Sequence[Any], **columns: Any) -> Rewards:
-        golds = columns.get(answer_column)
-        if golds is None or len(golds) != len(completions):
-            raise InputError(
-                answer_column, "nothing" if golds is None else f"{len(golds)} values",
-                f"a column of {len(completions)} golds", "name the data set's column with answer_column=",
-            )  # fmt: skip
-        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), "verify") as threads:
-            return list(threads.map(share, golds, completions))
-
-    return test_fraction
+    golds, texts = golds_of(columns, column, len(completions)), completion_texts(completions)
+    with ThreadPoolExecutor(workers, "verify") as threads:
+        return list(threads.map(share, golds, texts))

@@ -7,8 +7,12 @@ Rules, first match wins [ours]:
 3. The last `<answer>...</answer>`.
 4. `\\boxed` followed by one bare token (`\\boxed 5`, `\\boxed5`).
 5. What follows the last `####` (GSM8K).
-6. What follows the last "answer is", "answer:" or "answer =" up to the end of that sentence or line.
-7. The whole text, if it is short enough to be nothing but an answer.
+6. What follows the last "answer is", "answer:", "answer =" or a heading "Answer" up to the end of that sentence, line
+   or displayed formula.
+7. The whole text, if it is short enough to be nothing but an answer; of one that ends in a statement ("Hence x = 5.",
+   "The area is $12$.") what is stated.
+
+"The answer is" before an answer in a box or a tag is left out.
 
 All scans are linear in the length of the response: model text is hostile, and a quadratic scan is an attack.
 """
@@ -20,12 +24,30 @@ import re
 MAX_BARE_CHARS = 400
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
+_JOINT = re.compile(r"[\s$]{0,8}(?:,|and|or|,\s{0,3}(?:and|or))[\s$]{0,8}")
 _BARE_TOKEN = re.compile(r"[^\s{}$]{1,200}")
 # Repeats are bounded: `\s*` beside `\s*` would be quadratic in a run of spaces.
 _CUE = re.compile(
-    r"\banswers?(?:\s{1,3}to\s{1,3}(?:the|this)\s{1,3}(?:question|problem))?[\s*]{0,4}"
-    r"(?:(?:is|are)(?!n['’]t)|=|:)[\s*:]{0,6}",
+    r"\banswers?(?:\s{1,3}to\s{1,3}(?:the|this)\s{1,3}(?:question|problem))?[\s*_]{0,4}"
+    r"(?:(?:(?:is|are)(?!n['’]t)|equals|(?:would|will|should|must)\s{1,3}be)\b|=|:)[\s*_:]{0,6}"
+    r"(?:(?:therefore|thus|hence|then|simply|just|equal\s{1,3}to|given\s{1,3}by)\b[\s*_:,]{0,4}){0,2}"
+    r"|^[#*_ ]{0,8}(?:(?:the|my|our|final|correct)\s){0,3}answers?[*_ :]{0,6}\n\s{0,6}",
+    re.IGNORECASE | re.MULTILINE,
+)
+_LEAD = re.compile(
+    r"(?P<wrapper>\\text(?:bf|it|rm)?\{)?[\s*]{0,4}"
+    r"(?:(?:so|thus|hence|therefore|the|my|our|final|correct)[\s,]{1,3}){0,4}",
     re.IGNORECASE,
+)
+_DISPLAY = re.compile(r"\\\[.*?\\\]|\$\$.*?\$\$", re.DOTALL)
+_SENTENCE_START = re.compile(r"\n\s{0,20}|(?<=[.!?])\s{1,20}(?=[A-Z$\\])")
+_STATED = re.compile(
+    r"(?P<lead>(?:therefore|thus|hence|so|then|finally|and|we (?:get|have|find|obtain|conclude that)|(?:this|which) "
+    r"gives)\b[,: ]{0,3}){0,3}"
+    r"(?:(?P<subject>[A-Za-z](?:[A-Za-z ,'’-]|\$[A-Za-z_\\{}() ]{1,20}\$){0,200}?) "
+    r"(?:is|are|equals|is equal to) (?=\$|\\|[-+]?[\d(.]|[A-Za-z] ?=))?"
+    r"(?P<stated>.+)",
+    re.IGNORECASE | re.DOTALL,
 )
 # The last dot of an ellipsis ends no sentence.
 _SENTENCE_END = re.compile(r"(?<!\.)[.!?](?=\s|$)|\n|,?\s(?:which|because|since|so|where|when)\b|$")
@@ -51,9 +73,9 @@ def matching(text: str, brackets: str = "{}") -> dict[int, int]:
     return pairs
 
 
-def boxes(text: str) -> list[str]:
-    """Contents of every balanced outermost box, in order of appearance."""
-    found: list[str] = []
+def _spans(text: str) -> list[tuple[int, str, int]]:
+    """(start, contents, end) of every balanced outermost box, in order of appearance."""
+    found: list[tuple[int, str, int]] = []
     position = 0
     pairs: dict[int, int] | None = None
     while match := _BOX.search(text, position):
@@ -62,9 +84,14 @@ def boxes(text: str) -> list[str]:
             pairs = matching(text)
         # A box that truncation left open is passed over; a box inside it may still balance.
         if (end := pairs.get(position)) is not None:
-            found.append(text[position + 1 : end])
+            found.append((match.start(), text[position + 1 : end], end + 1))
             position = end + 1
     return found
+
+
+def boxes(text: str) -> list[str]:
+    """Contents of every balanced outermost box, in order of appearance."""
+    return [inside for _, inside, _ in _spans(text)]
 
 
 def _last_box(text: str) -> str | None:
@@ -101,8 +128,44 @@ def _after_cue(text: str) -> str | None:
     last = max(_CUE.finditer(text), key=re.Match.start, default=None)
     if last is None:
         return None
-    end = _SENTENCE_END.search(text, last.end())
+    shown = _DISPLAY.match(text, last.end())
+    end = _SENTENCE_END.search(text, shown.end() if shown else last.end())
     return text[last.end() : end.start() if end else None].lstrip("} ").rstrip("*")
+
+
+def _without_lead(answer: str) -> str:
+    """ "5" of "\\text{The answer is } 5"."""
+    lead = _LEAD.match(answer)
+    cue = _CUE.match(answer, lead.end()) if lead else None
+    if lead is None or cue is None:
+        return answer
+    if not lead["wrapper"]:
+        return answer[cue.end() :]
+    closing = matching(answer).get(lead.end("wrapper") - 1)
+    return answer[cue.end() :] if closing is None else answer[cue.end() : closing] + answer[closing + 1 :]
+
+
+def _bare(text: str) -> str | None:
+    """A short text, or what its last sentence states."""
+    if not 0 < len(text) <= MAX_BARE_CHARS:
+        return None
+    starts = [match.end() for match in _SENTENCE_START.finditer(text)]
+    stated = _STATED.fullmatch(text, starts[-1] if starts else 0)
+    return stated["stated"] if stated and (stated["lead"] or stated["subject"]) else text
+
+
+def side_by_side(text: str) -> list[str]:
+    """Contents of the last boxes of a response that only "and", "or" or a comma part: \\boxed{1} and \\boxed{2}."""
+    tail = after_thinking(text) or ""
+    run: list[str] = []
+    last_end = None
+    for start, inside, end in _spans(tail):
+        joined = last_end is not None and _JOINT.fullmatch(tail, last_end, start)
+        if not joined:
+            run = []
+        run.append(inside)
+        last_end = end
+    return run
 
 
 def final_answer(text: str) -> str | None:
@@ -113,6 +176,5 @@ def final_answer(text: str) -> str | None:
     for rule in (_last_box, _tagged, _bare_box, _after_hashes, _after_cue):
         answer = rule(tail)
         if answer is not None:
-            return answer.strip() or None
-    bare = tail.strip()
-    return bare if 0 < len(bare) <= MAX_BARE_CHARS else None
+            return _without_lead(answer.strip()).strip() or None
+    return _bare(tail.strip())

@@ -3,6 +3,8 @@
 Bare letters ("cat", "ab") are words, whose case does not matter; between maths marks, after "=" and beside a formula on
 the other side they are products of unknowns, whose case does.
 
+Words that name a number, infinity, the real line or a date are read as what they name.
+
 `decide` is the whole judgement and runs in a child process (`pool`): a formula may take for ever. `quick` settles
 what needs no computer algebra (same spelling, plain numerals) in this process.
 """
@@ -14,11 +16,12 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args, get_type_hints
 
 from apportion.errors import InputError, nearest
-from apportion.verify.extract import final_answer
+from apportion.verify.extract import final_answer, side_by_side
 from apportion.verify.gold import accepted, unusable
 from apportion.verify.normalise import canonical, normalise
 from apportion.verify.numerals import read_numeral, same_numeral
 from apportion.verify.pool import shared_pool
+from apportion.verify.structure import size
 from apportion.verify.verdict import Verdict
 
 
@@ -31,12 +34,16 @@ class MathSettings:
             close to nothing but zero. Two decimals with the same number of places are compared exactly.
         percent: 28% equals 28 and 0.28 ("either"), only 28 ("sign"), only 0.28 ("fraction"), only 28% ("strict").
         units: a unit may be left out on one side, but two units must be the same ("optional"); both sides must
-            carry the same one ("required"); units are not looked at ("ignored"). Degrees, currencies and am/pm
-            are units, and a percent sign is another unit than all of them.
-        intervals: x ≥ 2 equals [2, ∞) ("either"), or an inequality answers only an inequality ("strict").
-        order: order in a bare comma list does not matter ("any") or does ("given"). In (a, b) it always does, in
-            {a, b} never.
-        names: x = 5 equals 5 ("optional") or not ("required"). x = 5 never equals y = 5.
+            carry the same one ("required"); units are not looked at ("ignored"). Degrees, currencies, number bases
+            and am/pm are units, and a percent sign is another unit than all of them. "Million" is a factor, not a
+            unit, and a modulus is never left out.
+        intervals: x ≥ 2 equals [2, ∞) ("either"), or an inequality answers only an inequality ("strict"). Unions
+            of numbers are compared as sets: [0, 1] ∪ [1, 2] is [0, 2].
+        order: order in a bare comma list does not matter ("any") or does ("given"). In (a, b) and in a column it
+            always does, in {a, b} never. Boxes side by side, \\boxed{1} and \\boxed{2}, are such a list where the
+            gold is one of as many items; elsewhere the last box counts.
+        names: x = 5 equals 5 ("optional") or not ("required"). x = 5 never equals y = 5. What a name stands in for
+            is free: the argument of f(x) = x², the k of k ∈ ℤ, and the constant of integration (C, c, K, k).
         max_chars: longer answers are wrong unread.
         wall_s: seconds for one answer in the child process.
         memory_mb: address space of the child process, MiB.
@@ -66,6 +73,15 @@ class MathSettings:
 def gold_answers(gold: object) -> list[str]:
     """Accepted answers of a gold: one string or number, or a list of them (any one will do), boxes taken off."""
     return [final_answer(text) or text.strip() for text in accepted(gold)]
+
+
+def graded_answer(golds: Sequence[str], prediction: str) -> str | None:
+    """The final answer; boxes side by side are read together where the gold is a list of as many items."""
+    answer = final_answer(prediction)
+    if answer is None or prediction.count("boxed") < 2:
+        return answer
+    boxes = side_by_side(prediction)
+    return ", ".join(boxes) if len(boxes) > 1 and len(boxes) in map(size, golds) else answer
 
 
 def quick(golds: Sequence[str], answer: str, settings: MathSettings) -> Verdict | None:
@@ -127,7 +143,7 @@ def grade(gold: object, prediction: str, settings: MathSettings) -> Verdict:
         return Verdict("abstain", reason)
     golds = gold_answers(gold)
     shown = " | ".join(golds)
-    answer = final_answer(prediction)
+    answer = graded_answer(golds, prediction)
     if answer is None:
         return Verdict("wrong", "no answer found", shown, None)
     if len(answer) > settings.max_chars:

@@ -36,8 +36,20 @@ _SHAPES = tuple(
         ),
         ("power", r"(?P<a>10) ?\^ ?\{? ?(?P<b>[-+]? ?\d+) ?\}?"),
         ("repeating", r"(?P<a>\d*\.\d*)\\(?:overline|bar|dot)\{(?P<b>\d+)\}"),
+        ("repeating", r"(?P<a>\d+\.\d*)\((?P<b>\d+)\)"),
     )
 )
+_SMALL = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]  # fmt: skip
+_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+# Numbers below 100 in words.
+WORDS = {word: value for value, word in enumerate(_SMALL)} | {
+    tens + (f" {_SMALL[ones]}" if ones else ""): 20 + 10 * at + ones
+    for at, tens in enumerate(_TENS)
+    for ones in range(10)
+}
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+")
 
 

@@ -3,14 +3,20 @@
 What the local sandbox is, by tier (`LocalSandbox().tier()` says which one this machine reaches):
 
 * "process": another process, empty environment, private folder, limits on time, memory, files and processes, killed
-  as a group. It does **not** stop a program from reading this user's files, using the network, or, where the
-  kernel lets processes of one user trace each other, tampering with its siblings. For trusted models only.
+  as a group. It does **not** stop a program from reading and writing this user's files, from filling the disk with
+  many files, from killing or tracing this user's processes (the grader among them), nor from using the network.
+  Where the kernel has Landlock or takes the filter, they are on all the same. For trusted models only.
 * "namespaces": besides, new user (root drops to `nobody` instead), network, PID, mount and IPC namespaces, no
-  capabilities: no network, no sight of other processes, nothing outlives the kill. It does not stop a program
-  from *reading* files that its user may read, nor from attacking the kernel.
-* "fenced": besides, Landlock: no file but the standard library and the private folder. It does not stop an attack
-  on the kernel itself, nor timing channels. For programs of unknown origin at scale use a virtual machine
-  behind `Sandbox`.
+  capabilities: no network, no sight of other processes, nothing written but to a bounded folder in memory, and
+  nothing outlives the kill. Without the filter the program can clear the signal that ends it should its guard be
+  killed first. It does not stop a program from *reading* files that its user may read, from talking to
+  services over sockets in the file system, nor from attacking the kernel.
+* "fenced": besides, Landlock and the filter: no file's contents but the standard library's and the private folder's, no
+  sockets, no further namespaces, keyrings or interfaces to much of the kernel. It does not stop a program from seeing
+  which files there are, how large and how old (`stat`), from an attack on what is left of the kernel, nor
+  timing channels. For programs of unknown origin at scale use a virtual machine behind `Sandbox`.
+
+Standard output and memory are bounded for each process; a private folder in memory and its files come on top.
 """
 
 from __future__ import annotations
@@ -34,6 +40,7 @@ from typing import Any, Literal, Protocol, get_args
 NOBODY = 65534
 GRACE_S = 2.0
 START_S = 20.0
+FOLDER_FILES, FOLDER_ENTRIES, THREADS = 4, 4096, 256
 Tier = Literal["process", "namespaces", "fenced"]
 _FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandboxed")
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); import {script}; {script}.main()"
@@ -46,6 +53,8 @@ class SandboxError(RuntimeError):
 @dataclass(frozen=True)
 class Limits:
     """wall_s: seconds for all tests of a program together; memory_mb, file_mb, output_kb: MiB, MiB, KiB.
+
+    file_mb: of one file; of all together FOLDER_FILES times that. processes: 1 leaves threads only.
 
     readable: further folders and files that the program may read where Landlock fences it, on this machine.
     """
@@ -148,14 +157,14 @@ class _Jail:
     """One run of a program: the process, its private folder, and the pipes that control it."""
 
     def __init__(self, program: str, limits: Limits, channel: socket.socket | None, stdin: str | None = None) -> None:
-        self.folder = tempfile.mkdtemp(prefix="apportion-")
         self._control = self._status = -1
         self.process: subprocess.Popen[bytes] | None = None
+        self.folder = tempfile.mkdtemp(prefix="apportion-")
         try:
             self._start(program, limits, channel, stdin)
-        except OSError as error:
+        except BaseException:
             self.close()
-            raise SandboxError(f"no sandbox process: {error}") from error
+            raise
 
     def _start(self, program: str, limits: Limits, channel: socket.socket | None, stdin: str | None) -> None:
         with open(os.path.join(self.folder, "program.py"), "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -164,14 +173,10 @@ class _Jail:
             file_in.write((stdin or "").encode("utf-8", "replace"))
         if root := os.geteuid() == 0:
             os.chown(self.folder, NOBODY, NOBODY)
-        control, self._control = os.pipe()
-        self._status, status = os.pipe()
         packages = [path for path in sys.path if path and path not in _stdlib_paths()] if limits.packages else []
         config = {
             "folder": self.folder,
             "channel": channel.fileno() if channel else None,
-            "control": control,
-            "status": status,
             "uid": NOBODY if root else None,
             "read_as_root": root and _stdlib_is_private(),
             "path": [*_stdlib_paths(), *packages],
@@ -179,13 +184,21 @@ class _Jail:
             "wall_s": limits.wall_s,
             "memory_mb": limits.memory_mb,
             "file_mb": limits.file_mb,
+            "folder_mb": FOLDER_FILES * limits.file_mb,
+            "folder_entries": FOLDER_ENTRIES,
             "processes": limits.processes,
+            "threads": THREADS,
         }
-        inherited = [control, status, *([channel.fileno()] if channel else [])]
+        theirs: list[int] = []
         try:
+            control, self._control = os.pipe()
+            theirs.append(control)
+            self._status, status = os.pipe()
+            theirs.append(status)
+            inherited = [*theirs, *([channel.fileno()] if channel else [])]
             with open(os.path.join(self.folder, "input"), "rb") as standard_input:
                 self.process = subprocess.Popen(
-                    _command("jail", json.dumps(config)),
+                    _command("jail", json.dumps({**config, "control": control, "status": status})),
                     stdin=standard_input,
                     stdout=subprocess.DEVNULL if channel else subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -195,8 +208,8 @@ class _Jail:
                     bufsize=0,
                 )
         finally:
-            os.close(control)
-            os.close(status)
+            for end in theirs:
+                os.close(end)
 
     def entered(self) -> Tier:
         """Wait until the program is locked in; the tier reached. Raises `SandboxError` if it never is."""
@@ -208,11 +221,11 @@ class _Jail:
                 raise SandboxError("the sandbox process did not start")
             line += piece
         state = json.loads(line.partition(b"\n")[0])
-        if not state["entered"]:
-            raise SandboxError("the sandbox process could not lock itself down")
-        if "pid" not in state["namespaces"] or "net" not in state["namespaces"]:
+        if "failed" in state:
+            raise SandboxError(f"the sandbox process could not lock itself down: {state['failed']}")
+        if not {"pid", "net", "ipc"} <= set(state["namespaces"]) or not state["enclosed"]:
             return "process"
-        return "fenced" if state["files_fenced"] else "namespaces"
+        return "fenced" if state["fenced"] and state["filtered"] else "namespaces"
 
     def close(self) -> None:
         """Kill the program and everything it started, and remove its folder."""
@@ -227,7 +240,19 @@ class _Jail:
             _kill_group(self.process)
             if self.process.stdout:
                 self.process.stdout.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of a program's: it may be deeper than Python recurses, and closed to its owner."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            with contextlib.suppress(OSError):
+                subprocess.run(
+                    [*command, "--", folder], stderr=subprocess.DEVNULL, env={"PATH": os.defpath}, check=False
+                )
 
 
 def _command(script: str, *arguments: str) -> list[str]:
@@ -253,11 +278,21 @@ def _read(descriptor: int, deadline: float) -> bytes:
 def _jailed(
     program: str, limits: Limits, channel: socket.socket | None = None, stdin: str | None = None
 ) -> Iterator[_Jail]:
-    jail = _Jail(program, limits, channel, stdin)
+    try:
+        jail = _Jail(program, limits, channel, stdin)
+    except OSError as error:
+        raise SandboxError(f"no sandbox process: {error}") from error
     try:
         yield jail
     finally:
         jail.close()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise SandboxError(f"no channel: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -279,7 +314,7 @@ class LocalSandbox:
 
     def call(self, job: CallJob, limits: Limits) -> CallReport:
         """Run Python tests: the program in one process, the tests in another, plain values between them."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socket_pair()
         with ours, theirs, _jailed(job.program, limits, theirs) as jail:
             theirs.close()
             tier = self._entered(jail)
@@ -289,12 +324,15 @@ class LocalSandbox:
     def stdin(self, job: StdinJob, limits: Limits) -> StdinReport:
         """Run the program afresh for each input; nothing but its standard output is looked at."""
         results, tier = [], ""
-        deadline = time.monotonic() + limits.wall_s
+        left = limits.wall_s
         for text in job.inputs:
             with _jailed(job.program, limits, stdin=text) as jail:
                 tier = self._entered(jail)
                 assert jail.process and jail.process.stdout
-                results.append(_output(jail.process.stdout.fileno(), deadline, limits.output_kb << 10))
+                # What it takes to start a sandbox is no time of the program's.
+                started = time.monotonic()
+                results.append(_output(jail.process.stdout.fileno(), started + left, limits.output_kb << 10))
+                left -= time.monotonic() - started
         return StdinReport(tuple(results), tier)
 
 
@@ -316,15 +354,16 @@ def _harness(job: CallJob, limits: Limits, channel: socket.socket) -> list[dict[
     request = {
         "channel": channel.fileno(),
         "wall_s": limits.wall_s,
+        "grace_s": GRACE_S,
         "memory_mb": 2 * limits.memory_mb,
         "path": _stdlib_paths() if not limits.packages else [path for path in sys.path if path],
         "names": job.names,
         "steps": job.steps,
     }
-    with tempfile.TemporaryFile() as standard_input:
-        standard_input.write(json.dumps(request).encode())
-        standard_input.seek(0)
-        try:
+    try:
+        with tempfile.TemporaryFile() as standard_input:
+            standard_input.write(json.dumps(request).encode())
+            standard_input.seek(0)
             process = subprocess.Popen(
                 _command("harness"),
                 stdin=standard_input,
@@ -335,11 +374,12 @@ def _harness(job: CallJob, limits: Limits, channel: socket.socket) -> list[dict[
                 start_new_session=True,
                 bufsize=0,
             )
-        except OSError as error:
-            raise SandboxError(f"no test process: {error}") from error
+    except OSError as error:
+        raise SandboxError(f"no test process: {error}") from error
     assert process.stdout
     try:
-        deadline = time.monotonic() + limits.wall_s + GRACE_S
+        # It ends itself when its time, counted from its start, is over.
+        deadline = time.monotonic() + START_S + limits.wall_s + GRACE_S
         written = b""
         while piece := _read(process.stdout.fileno(), deadline):
             written += piece

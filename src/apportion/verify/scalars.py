@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,10 +28,14 @@ from apportion.verify.numerals import FUNCTIONS
 # Timeouts are ours (the parent kills); math-verify warns about that at every start.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+_PRIME = "'"
 DIGITS = 30
+MAX_NESTING = 24
 EXACT_TOL = 1e-20
 EXACT_DIGITS = 300
 
+_STRAY = re.compile(r"\\(?![A-Za-z{}|&])")
+_SIGN_RUN = re.compile(r"(?:[-+] ?){9}")
 # Its unit stripping takes `t` off `3t`; its "nits" are covered by `numerals`.
 _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
@@ -54,10 +58,13 @@ _PREPARE = tuple(
         (r"\\gamma(?![A-Za-z])(?! ?_)", r"\\mu_{9993}"),
         # The parser takes 2(3) for a mixed number, and drops primes.
         (r"(\d) ?\(", r"\1\\cdot("),
-        (r"([A-Za-z])''", r"\1_{9992}"),
-        (r"([A-Za-z])'", r"\1_{9991}"),
+        *(
+            (rf"([A-Za-z])(?:_ ?\{{(\w+)\}})? ?{_PRIME * primes}", rf"\1_{{\g<2>{9990 + primes}}}")
+            for primes in (3, 2, 1)
+        ),
         (r"(?<=\d),(?=\d{3}(?!\d))", ""),
         (r"\\div(?![A-Za-z])", "/"),
+        (r"\\(begin|end)\{(?:[bB]|small)?matrix\}", r"\\\1{pmatrix}"),
     )
 )
 
@@ -69,8 +76,10 @@ class Unreadable(ValueError):
 @lru_cache(maxsize=4096)
 def parse_scalar(latex: str) -> Any:
     """The sympy object of a normalised formula. Raises `Unreadable`; never returns a part of the formula."""
-    if re.search(r"\\(?![A-Za-z{}|&])", latex):
+    if _STRAY.search(latex.replace(r"\\", "") if r"\begin" in latex else latex):
         raise Unreadable("a stray backslash")
+    if _too_deep(latex):
+        raise Unreadable("nested too deeply")
     if re.search(r"\d \d", latex):
         raise Unreadable("two numbers side by side")
     if latex.count("{") != latex.count("}") or latex.count("(") != latex.count(")"):
@@ -78,6 +87,8 @@ def parse_scalar(latex: str) -> Any:
     prepared = _bracketed_calls(latex)
     for pattern, replacement in _PREPARE:
         prepared = pattern.sub(replacement, prepared)
+    if "'" in prepared:
+        raise Unreadable("a prime on no letter")
     try:
         found = latex2sympy(
             prepared,
@@ -91,7 +102,7 @@ def parse_scalar(latex: str) -> Any:
         raise Unreadable("math-verify does not parse it") from error
     if not isinstance(found, sympy.Basic | sympy.MatrixBase):
         raise Unreadable("math-verify reads no formula in it")
-    tidied = _tidy(found)
+    tidied = _explicit(found) if r"\begin" in latex else _tidy(found)
     by_zero = any(power.base == 0 and power.exp.is_negative for power in tidied.atoms(sympy.Pow))
     if by_zero or tidied.has(sympy.zoo, sympy.nan):
         raise Unreadable("a division by zero")
@@ -109,6 +120,36 @@ def _bracketed_calls(text: str) -> str:
     return text
 
 
+def _too_deep(latex: str) -> bool:
+    """Whether brackets nest so deeply, or signs follow each other so often, that the parser would take seconds."""
+    depth = 0
+    for character in latex:
+        depth += (character in "({[") - (character in ")}]")
+        if depth > MAX_NESTING:
+            return True
+    return latex.count("|") > MAX_NESTING or _SIGN_RUN.search(latex) is not None
+
+
+def _explicit(matrix: Any) -> Any:
+    """A matrix expression as one matrix of formulas."""
+    try:
+        if (
+            isinstance(matrix, sympy.Pow)
+            and isinstance(matrix.base, sympy.MatrixBase)
+            and abs(matrix.exp) <= MAX_NESTING
+        ):
+            return (matrix.base**matrix.exp).applyfunc(_tidy)
+        if not isinstance(matrix, sympy.MatrixBase | sympy.MatrixExpr):
+            if any(isinstance(part, sympy.MatrixBase) for part in sympy.preorder_traversal(matrix)):
+                raise Unreadable("a matrix where a number should be")
+            return _tidy(matrix)
+        worked_out = matrix.doit()
+        worked_out = worked_out.as_explicit() if isinstance(worked_out, sympy.MatrixExpr) else worked_out
+        return worked_out.applyfunc(_tidy)
+    except (ValueError, TypeError, AttributeError, sympy.ShapeError) as error:
+        raise Unreadable("matrices that do not fit") from error
+
+
 def _tidy(expression: Any) -> Any:
     """f(x) as one unknown, the letter i as the imaginary unit and e as Euler's number; integrals worked out."""
     if not isinstance(expression, sympy.Expr):
@@ -120,7 +161,7 @@ def _tidy(expression: Any) -> Any:
     # The real cube root of −8, not the principal one.
     expression = expression.replace(_is_odd_root_of_negative, _real_root)
     expression = expression.replace(lambda part: isinstance(part, sympy.Sum | sympy.Product), _series)
-    if expression.has(sympy.Integral, sympy.Derivative, sympy.Limit):
+    if expression.has(sympy.Integral, sympy.Derivative, sympy.Limit, sympy.UnevaluatedExpr):
         expression = expression.doit()
     return expression
 
@@ -162,7 +203,8 @@ def _number(value: Any) -> complex | None:
     """A finite complex number, exact zero for what evaluation cannot tell from zero; None for the rest."""
     if not getattr(value, "is_number", False) or value.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
         return None
-    return value
+    # What stayed unevaluated (3 mod 5) has no value to compare.
+    return value if all(part.is_Number for part in value.as_real_imag()) else None
 
 
 def _evaluate(expression: Any, symbols: Sequence[Any], point: Sequence[str]) -> Any:
@@ -256,6 +298,28 @@ def same_relation(sides: Sequence[Any], rel_tol: float, sign: bool) -> bool:
         return False
     tolerance = _tolerance(rel_tol, a, b)
     return all(_agree(ratio, ratios[0], tolerance) for ratio in ratios[1:])
+
+
+def bound(value: Any) -> Any:
+    """A number or an infinity to sort interval ends by; None where an unknown stands in it."""
+    if value in (sympy.oo, -sympy.oo):
+        return value
+    number = value.evalf(DIGITS) if isinstance(value, sympy.Expr) and not value.free_symbols else None
+    return number if number is not None and number.is_real else None
+
+
+def matrix(rows: Sequence[Sequence[Any]]) -> Any:
+    """Formulas in rows as one matrix."""
+    return sympy.ImmutableMatrix(rows)
+
+
+def renamed(value: Any, names: Mapping[str, str]) -> Any:
+    """`value` with unknowns called otherwise; None where the new name is taken."""
+    symbols = {symbol.name: symbol for symbol in getattr(value, "free_symbols", ())}
+    if any(new in symbols for new in names.values()):
+        return None
+    known = {old: new for old, new in names.items() if old in symbols}
+    return value.subs({symbols[old]: sympy.Symbol(new, real=symbols[old].is_real) for old, new in known.items()})
 
 
 DEGREE = sympy.pi / 180

@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import replace
+from fractions import Fraction
 
-from apportion.verify.nodes import Assign, Clock, Group, Interval, Matrix, Node, Raw, Relation, Scalar, Text, Union
-from apportion.verify.normalise import canonical, spelled
-from apportion.verify.numerals import FUNCTIONS, looks_like_list, read_numeral
+from apportion.verify.nodes import Assign, Clock, Group, Interval, Matrix, Node, Raw, Relation, Scalar, Union
+from apportion.verify.normalise import canonical, normalise, spelled
+from apportion.verify.numerals import FUNCTIONS, Numeral, looks_like_list, read_numeral
+from apportion.verify.phrases import read_date, read_words, words
 from apportion.verify.units import Quantity, split_unit
 
 _OPEN, _CLOSE = "([{", ")]}"
@@ -32,10 +34,18 @@ _NAME = re.compile(
     r"(?: ?\( ?[^()]*\))?(?:\^\{-1\} ?(?:\([^()]*\))?)?"
 )
 _CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))? ?(?:\\text\{)? ?([ap])?\.? ?(?:m\.?)? ?\}?", re.IGNORECASE)
+_HOUR = re.compile(r"(\d{1,2}) ?(?:\\text\{)? ?([ap])\.? ?m\.? ?\}?", re.IGNORECASE)
 _MATRIX = re.compile(
-    r"[(\[|]? ?\\begin\{(?P<env>[pbBvV]?matrix|smallmatrix|array)\} ?(?:\{[^{}]*\})?"
-    r"(?P<body>.*)\\end\{(?P=env)\} ?[)\]|]?",
+    r"[(\[]? ?\\begin\{(?P<env>[pbB]?matrix|smallmatrix|array)\} ?(?:\{[^{}]*\})?"
+    r"(?P<body>(?:(?!\\begin).)*)\\end\{(?P=env)\} ?[)\]]?",
     re.DOTALL,
+)
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{[a-zA-Z]*matrix\}")
+_OUTWARD = re.compile(r"\](?P<low>[^\[\],;]+)[,;](?P<high>[^\[\],;]+)(?P<close>[\[\]])")
+_RATIO_TO = re.compile(r"(\d[\d.]*) ?(?:\\text\{)? ?to ?\}? ?(\d[\d.]*)")
+_ARC = re.compile(r"(-?)(\d+) ?\^\\circ ?(\d{1,2})(?: ?'|\^\{\\prime\})(?: ?(\d{1,2}(?:\.\d+)?) ?'')?")
+_MODULO = re.compile(
+    r"(?P<residue>.+?) ?(?:\(\s*(?:\\?mod|\\text\{ ?mod ?\}) ?(?P<a>[^()]+)\)|\\pmod ?\{?(?P<b>[^{}]+)\}?)"
 )
 _REALS = (r"\mathbb{R}", r"\mathbb R", r"\R", r"\Re")
 MAX_SIGNS = 4
@@ -73,13 +83,15 @@ _LIST = re.compile(r"[,;]|\\text\{ ?,? ?(?:and|or) ?\}|(?<=[ \d)}$]),? ?(?:and|o
 _LOOSE_LIST = re.compile(r", |[;]|\\text\{ ?,? ?(?:and|or) ?\}|(?<=[ \d)}$]),? ?(?:and|or)(?![A-Za-z])(?=[ \\(-])")
 _CUP = re.compile(r"\\cup(?![A-Za-z])|(?<=[)\]] )U(?= [(\[])|(?<=[)\]])U(?=[(\[])")
 _REALS_WITHOUT = re.compile(
-    r"\\(?:mathbb ?\{?R\}?|R) ?(?:\\setminus|\\backslash|-) ?\\\{(?P<points>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\\\}"
+    r"(?:\\(?:mathbb ?\{?R\}?|R)|(?P<interval>[(\[][^()\[\]{}]*[)\]])) ?"
+    r"(?:\\setminus|\\backslash|-) ?\\\{(?P<points>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\\\}"
 )
 _BRACKETS = (("\\{", ("\\}",)), ("{", ("}",)), ("\\langle", ("\\rangle",)), ("(", (")", "]")), ("[", ("]", ")", "[")))
 _AND = re.compile(r"\\text\{ ?and ?\}|(?<![A-Za-z\\])and(?![A-Za-z])|\\(?:land|wedge)(?![A-Za-z])")
 _COMMA = re.compile(r"[,;]")
 _BAR = re.compile(r"\||:(?!=)")
 _COLON = re.compile(r":(?!=)")
+_CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|=")
 _ROW = re.compile(r"\\\\(?: ?\[[^\[\]]*\])?")
 _CELL = re.compile(r"&")
 _TIGHT_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,]|\.\d*,)")
@@ -140,9 +152,10 @@ def _is_words(text: str) -> bool:
     return _CALL.search(text) is None or _has_words(text)
 
 
-def words(text: str) -> str:
-    """Words with case, spacing and punctuation taken out."""
-    return re.sub(r"[^A-Za-z0-9]+", " ", text).strip().lower()
+def size(text: str) -> int:
+    """How many items the list or set is that a text writes; 1 for anything else."""
+    node = read(normalise(text))
+    return len(node.items) if isinstance(node, Group) and node.kind in ("list", "set") else 1
 
 
 def read(text: str, depth: int = 0) -> Node:
@@ -156,25 +169,38 @@ def read(text: str, depth: int = 0) -> Node:
     if unwrapped and re.search(r"\d", text) and not isinstance(inside := read(unwrapped.group(1), depth + 1), Raw):
         return inside
     if unwrapped:
-        return Text(words(unwrapped.group(1))) if words(unwrapped.group(1)) else Raw(text, "empty")
+        return read_words(unwrapped.group(1)) if words(unwrapped.group(1)) else Raw(text, "empty")
     if text in _REALS:
         return Interval(Scalar(r"-\infty"), Scalar(r"\infty"), True, True)
     if text == r"\emptyset":
         return Group("set", ())
     if matrix := _MATRIX.fullmatch(text):
         return _read_matrix(matrix.group("body"), depth)
+    if (date := read_date(text)) is not None:
+        return date
     if (both := _read_both(text, depth)) is not None:
         return both
+    if (twice := _read_twice(text, depth)) is not None:
+        return twice
     items = _split_list(text)
     if len(items) > 1:
         return _group("list", items, depth, text)
     if clock := _CLOCK.fullmatch(text):
         hour, minute, second, half = clock.groups()
         return Clock(int(hour) * 60 + int(minute), int(second or 0), half.lower() if half else None)
+    if hour := _HOUR.fullmatch(text):
+        return Clock(int(hour[1]) * 60, 0, hour[2].lower())
     if _is_words(text):
-        return Text(words(text), "" if _has_words(text) else text)
+        return read_words(text, "" if _has_words(text) else text)
     if holes := _REALS_WITHOUT.fullmatch(text):
-        return _punctured(split_top(holes.group("points"), _COMMA)[0], text)
+        return _punctured(split_top(holes.group("points"), _COMMA)[0], holes["interval"], text)
+    if outward := _OUTWARD.fullmatch(text):
+        low, high = (read(outward[end], depth + 1) for end in ("low", "high"))
+        return Interval(low, high, True, outward["close"] == "[")
+    if (modulo := _read_modulo(text, depth)) is not None:
+        return modulo
+    if ratio := _RATIO_TO.fullmatch(text):
+        return _group("ratio", list(ratio.groups()), depth, text)
     parts, unions = split_top(text, _CUP)
     if unions:
         return Union(tuple(read(part, depth + 1) for part in parts))
@@ -207,6 +233,30 @@ def _read_both(text: str, depth: int) -> Node | None:
     return Relation("<", low.left, high.right, low.name, Interval(a.low, b.high, a.open_low, b.open_high))
 
 
+def _read_twice(text: str, depth: int) -> Node | None:
+    """x > 2: (2, ∞). Whether both sides say the same is for the comparison to find."""
+    parts, colons = split_top(text, _COLON)
+    if len(colons) != 1 or not re.search(r"[<>]|\\[lgn]e(?![A-Za-z])", parts[0]) or not re.match(r"[(\[]", parts[1]):
+        return None
+    return Group("twice", tuple(read(part, depth + 1) for part in parts), text)
+
+
+def _read_modulo(text: str, depth: int) -> Node | None:
+    """x ≡ 3 (mod 5), or 3 (mod 5): a residue and its modulus."""
+    match = _MODULO.fullmatch(text)
+    if match is None:
+        return None
+    sides, signs = split_top(match["residue"], _CONGRUENT)
+    if len(sides) > 2 or (signs and not _is_name(sides[0])):
+        return None
+    residue, modulus = _read_scalar(sides[-1], depth), _read_scalar((match["a"] or match["b"]).strip(), depth)
+    if isinstance(residue, Scalar) and isinstance(modulus, Scalar) and residue.numeral and modulus.numeral:
+        least = residue.numeral.value % abs(modulus.numeral.value) if modulus.numeral.value else residue.numeral.value
+        residue = Scalar(str(least), Numeral(least))
+    pair = Group("mod", (residue, modulus), text)
+    return Assign(canonical(sides[0]), pair) if signs else pair
+
+
 def _group(kind: str, items: list[str], depth: int, text: str) -> Node:
     if kind == "ratio":
         return Group(kind, tuple(read(item, depth + 1) for item in items), text)
@@ -224,14 +274,21 @@ def _read_matrix(body: str, depth: int) -> Node:
     return Matrix(tuple(tuple(read(cell, depth + 1) for cell in row) for row in cells))
 
 
-def _punctured(points: list[str], text: str) -> Node:
-    """The reals without some numbers, as the open intervals between them."""
+def _punctured(points: list[str], interval: str | None, text: str) -> Node:
+    """The reals, or an interval, without some numbers: the intervals between them."""
+    whole = read(interval or r"(-\infty,\infty)", 1)
     numerals = [read_numeral(point) for point in points]
-    if not all(numerals):
+    if not all(numerals) or not isinstance(whole, Interval):
         return Raw(text, "a set difference this layer does not read")
     ordered = sorted(zip(numerals, points, strict=True), key=lambda pair: pair[0].value if pair[0] else 0)
-    ends = [Scalar(r"-\infty"), *(Scalar(point, numeral) for numeral, point in ordered), Scalar(r"\infty")]
-    return Union(tuple(Interval(low, high, True, True) for low, high in itertools.pairwise(ends)))
+    ends = [whole.low, *(Scalar(point, numeral) for numeral, point in ordered), whole.high]
+    values = [end.numeral.value for end in ends if isinstance(end, Scalar) and end.numeral]
+    if values != sorted(set(values)):
+        return Raw(text, "points outside the interval")
+    pieces = [Interval(low, high, True, True) for low, high in itertools.pairwise(ends)]
+    pieces[0] = replace(pieces[0], open_low=whole.open_low)
+    pieces[-1] = replace(pieces[-1], open_high=whole.open_high)
+    return Union(tuple(pieces))
 
 
 def _read_bracket(opening: str, inside: str, closing: str, text: str, depth: int) -> Node:
@@ -289,6 +346,8 @@ def _read_relation(sides: list[str], operators: list[str], text: str, depth: int
         product = _LETTERS.fullmatch(value) and not _has_words(value)
         return Assign(canonical(name), read(spelled(value) if product else value, depth + 1), (name, value))
     if symbols == ["in"]:
+        if not _is_name(sides[0]):
+            return Raw(text, "a membership of no unknown")
         return Assign(canonical(sides[0]), read(sides[1], depth + 1))
     if "=" in symbols or "in" in symbols or ("ne" in symbols and len(symbols) > 1):
         return Raw(text, "a chain of unlike relations")
@@ -319,11 +378,25 @@ def _read_inequality(sides: list[str], symbols: list[str], text: str) -> Node:
     if len(sides) == 3 and _is_name(sides[1]):
         region: Node = Interval(_read_scalar(sides[0], 0), _read_scalar(sides[2], 0), *strict)
         return Relation("<", sides[0], sides[2], canonical(sides[1]), region)
-    if len(sides) != 2:
-        return Raw(text, "a chain of three relations")
+    if len(sides) > 2:
+        links = [
+            _read_inequality(list(pair), [symbol], text)
+            for pair, symbol in zip(itertools.pairwise(sides), symbols, strict=True)
+        ]
+        return Group("chain", tuple(links), text)
     left, right = sides
-    if (size := re.fullmatch(r"\|([^|]+)\|", left)) and symbols[0] != "ne" and _positive(right):
-        return _read_inequality([f"-{right}", size[1].strip(), right], symbols * 2, text)
+    for magnitude, limit in ((left, right), (right, left)):
+        inside = re.fullmatch(r"\|([^|]+)\|", magnitude)
+        if inside is None or symbols[0] == "ne" or not _positive(limit) or not _is_name(inside[1].strip()):
+            continue
+        name = inside[1].strip()
+        if magnitude is left:
+            return _read_inequality([f"-{limit}", name, limit], symbols * 2, text)
+        outside = (
+            Interval(minus, _read_scalar(f"-{limit}", 0), True, strict[0]),
+            Interval(_read_scalar(limit, 0), infinity, strict[0], True),
+        )
+        return Relation(symbols[0], left, right, canonical(name), Union(outside))
     for name, value, below in ((left, right, True), (right, left, False)):
         if not _is_name(name):
             continue
@@ -345,6 +418,7 @@ def _positive(text: str) -> bool:
 
 def _has_words(text: str) -> bool:
     """Whether there is prose in a formula. Letters in a row are a product up to three of them."""
+    text = _ENVIRONMENT.sub("", text)
     return r"\text" in text or any(
         _SHORT_WORD.fullmatch(run) or (len(run) > 3 and not _NOT_PROSE.fullmatch(run))
         for run in _WORD_RUN.findall(text)
@@ -359,6 +433,10 @@ def _read_scalar(text: str, depth: int) -> Node:
         return Group("list", tuple(read(item, depth + 1) for item in signed), text)
     if r"\ldots" in text:
         return Scalar(r"\ldots") if text == r"\ldots" else Raw(text, "an ellipsis inside a formula")
+    if arc := _ARC.fullmatch(text):
+        value = int(arc[2]) + Fraction(int(arc[3]), 60) + Fraction(arc[4] or 0) / 3600
+        value = -value if arc[1] else value
+        return Scalar(rf"\frac{{{value.numerator}}}{{{value.denominator}}}", Numeral(value), "deg")
     quantity: Quantity = split_unit(text)
     head = quantity.value
     if head != text:
