@@ -5,6 +5,7 @@ Shapes: _N tokens of one response, _S boundaries.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ def token_offsets(
     printed as U+FFFD; in a run of those a token may start at the run's beginning. A decoder that takes back
     good characters because of bad bytes far behind them (byte fallback) differs from `text` in that run only.
 
-    Each token costs one decode of a short window, so time is linear in the number of tokens. [ours]
+    Where the tokens' own texts join to the whole one, as in byte-level tokenizers but for split characters, their
+    lengths are the answer. Else each token costs one decode of a short window: time is linear in their number. [ours]
     """
     lead = list(context[-WINDOW:])
     while lead and decode(lead).startswith(REPLACEMENT):  # the slice may have cut a character in two
@@ -39,6 +41,12 @@ def token_offsets(
     stream = lead + list(ids)
 
     base, before = 0, decode(lead) if lead else ""  # before = text of stream[base:i]
+    piece = {i: decode([i]) for i in {*ids}}
+    pieces = [piece[i] for i in ids]
+    joined = "".join(pieces)
+    # Decoders strip, and never add, what a token would show beside others: one that lost something shows in the whole.
+    if REPLACEMENT not in joined and (not ids or decode(stream) == before + joined):
+        return list(accumulate(map(len, pieces), initial=0))[: len(pieces)], joined
     text, taken = "", len(before)  # the window's first `taken` characters are context, or in `text` already
     starts: list[int] = []
     clean: deque[int] = deque([0], maxlen=CONTEXT + 1)  # last cuts that split no character
