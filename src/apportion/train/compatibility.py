@@ -40,7 +40,7 @@ def check_config(args: CreditConfig, method: CreditMethod) -> None:
     if method.per_token:
         _refuse(_per_token(args, method.name))
     if measures(method):
-        _refuse(_measuring(args, method.name))
+        _refuse(_measuring(args, method.name, "confidence" in method.needs))
     if method.grouped and not isinstance(method, GRPO) and args.multi_objective_aggregation != "sum_then_normalize":
         raise InputError(
             "multi_objective_aggregation", repr(args.multi_objective_aggregation),
@@ -75,6 +75,11 @@ def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
             ]
         )
     )  # fmt: skip
+    if trainer.args.probe_engine == "vllm" and not trainer.use_vllm and trainer.accelerator.num_processes > 1:
+        raise InputError(
+            "probe_engine", "'vllm' in several processes", "TRL's vLLM there: our own is for one process",
+            "set use_vllm=True",
+        )  # fmt: skip
     # An iterable data set may not know its columns before it is read; then the first batch tells.
     if columns:
         rows = trainer.train_dataset.select_columns([c for c in ("prompt", "span") if c in columns])
@@ -119,6 +124,9 @@ def _trees(args: Any, method: CreditMethod) -> Iterator[Refusal]:
         words = [str(each).replace("max_new_tokens", "max_completion_length") for each in (error.expected, error.fix)]
         field = error.field if method is not own else error.field.removeprefix(f"{own.name}.")
         raise InputError(field, error.got, *words) from None
+    yield (
+        args.use_vllm, "use_vllm", True, f"False: {own.name}'s trees grow from the trained model", "leave it out",
+    )  # fmt: skip
     yield (
         args.num_generations != leaves, "num_generations", args.num_generations,
         f"{leaves}, the leaves of a tree of {own.name}", f"set num_generations={leaves}",
@@ -181,12 +189,15 @@ def _per_token(args: Any, name: str) -> Iterator[Refusal]:
     )  # fmt: skip
 
 
-def _measuring(args: Any, name: str) -> Iterator[Refusal]:
+def _measuring(args: Any, name: str, needs_answers: bool) -> Iterator[Refusal]:
     yield (
-        args.use_vllm, "use_vllm", True,
-        f"False: {name}'s measurements must come from the policy that sampled the rollouts, and TRL's vLLM "
-        "is not tested",
-        "leave it out",
+        args.use_vllm and args.probe_engine != "vllm", "use_vllm", True,
+        f"False, or probe_engine='vllm': {name}'s probes are sampled as the rollouts are", "set probe_engine='vllm'",
+    )  # fmt: skip
+    yield (
+        args.use_vllm and args.vllm_mode == "server" and needs_answers, "vllm_mode", "'server'",
+        f"'colocate': {name}'s forced answers are drawn by every rank, and only the main one may ask a server",
+        "set vllm_mode='colocate'",
     )  # fmt: skip
     yield (
         args.use_transformers_continuous_batching, "use_transformers_continuous_batching", True,

@@ -32,6 +32,10 @@ class CreditConfig(GRPOConfig):
             `apportion.records`); None keeps no records.
         record_every: optimiser steps between recorded batches; metrics are written at every log.
         probe_rows: most continuations that are generated at a time on one device.
+        probe_engine: what generates the probes: "transformers", the trained model itself, or "vllm": TRL's with
+            `use_vllm=True`, else one of our own in this process, made from the model and updated before it measures.
+        probe_gap: mean difference, in nats, between vLLM's and the trainer's log-probabilities of the probed prefixes
+            above which a warning is given [ours].
         rescue_cue: text that a probe cut off by the length limit gets appended before at most `rescue_tokens`
             greedy tokens ([ours]; ProbePO's appendix C names the rescue). None: no rescue.
         rescue_answer: regular expression; a probe whose text it is found in has an answer and needs no rescue.
@@ -56,6 +60,8 @@ class CreditConfig(GRPOConfig):
     run_folder: str | None = field(default=None, metadata={"help": "Folder for the run's records."})
     record_every: int = field(default=1, metadata={"help": "Optimiser steps between recorded batches."})
     probe_rows: int = field(default=256, metadata={"help": "Most continuations generated at a time."})
+    probe_engine: str = field(default="transformers", metadata={"help": "What generates probes: transformers or vllm."})
+    probe_gap: float = field(default=0.05, metadata={"help": "Mean log-probability gap, in nats, that is warned of."})
     rescue_cue: str | None = field(
         default=None, metadata={"help": "Text appended to a probe that was cut off before its answer."}
     )
@@ -88,6 +94,8 @@ class CreditConfig(GRPOConfig):
             raise InputError("record_every", self.record_every, "1 or more", "1 records every step")
         if self.probe_rows < 1:
             raise InputError("probe_rows", self.probe_rows, "1 or more")
+        if self.probe_engine not in ("transformers", "vllm"):
+            raise InputError("probe_engine", repr(self.probe_engine), "'transformers' or 'vllm'")
         if self.rescue_tokens < 1:
             raise InputError("rescue_tokens", self.rescue_tokens, "1 or more", "rescue_cue=None turns rescues off")
         if self.num_generations is not None and self.num_generations < 2:

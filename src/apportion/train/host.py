@@ -5,13 +5,10 @@ Shapes: _R responses of all ranks in rank order, _B responses of this rank, _T p
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import trl
 from accelerate.utils import gather_object
@@ -266,18 +263,6 @@ def _check_order(responses: list[dict[str, Any]], size: int) -> None:
                 f"TRL {trl.__version__} no longer lays the {size} responses of a prompt side by side: response {i} has "
                 "another prompt than the first of its group. Install a TRL release that the tests name"
             )
-
-
-@contextmanager
-def frozen_rng() -> Iterator[None]:
-    """Whatever happens inside leaves every global random stream where it was, reward functions' included."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=_cuda()):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def random_state() -> list[Tensor]:

@@ -30,6 +30,7 @@ from apportion.engines.scoring import Scorer
 from apportion.engines.sensitivity import sensitivities
 from apportion.errors import InputError
 from apportion.measure.evidence import Belief, Confidence, Evidence, Importance, StepLabels
+from apportion.measure.gap import Gap
 from apportion.measure.plan import AnyJob, BeliefJob, ConfidenceJob, DivergenceJob, Job, SensitivityJob
 from apportion.measure.probe import Probe
 from apportion.segments import token_offsets
@@ -49,12 +50,12 @@ class Measurement:
 
     Attributes:
         evidence: for the method. probes: every graded continuation, in no particular order.
-        logprob_gap: see `Prober`. read: rows for the run's records, of the kinds that are no continuations.
+        gap: see `Prober`. read: rows for the run's records, of the kinds that are no continuations.
     """
 
     evidence: Evidence = field(default_factory=Evidence)
     probes: Sequence[Probe] = ()
-    logprob_gap: float | None = None
+    gap: Gap = field(default_factory=Gap)
     read: Sequence[dict[str, Any]] = ()
 
 
@@ -75,9 +76,12 @@ class Measurer:
         trainer, rollouts = self.trainer, batch.rollouts
         method = trainer.credit_method
         jobs = method.plan(rollouts, batch.base)
+        if self.prober is not None:
+            with trainer.clock.phase("probe"):
+                self.prober.refresh()
         found: dict[str, Any] = {}
         probes: Sequence[Probe] = ()
-        gap = None
+        gap = Gap()
         if self.prober is not None and "continuations" in method.needs:
             wave = [job for job in jobs if isinstance(job, Job)]
             found["continuations"], probes, gap = self.prober.measure(batch, wave, step)
@@ -118,7 +122,7 @@ class Measurer:
     def _answer(self, kind: str, requests: Sequence[Any]) -> Iterator[Reading]:
         assert self.scorer is not None
         if kind == "confidence":
-            assert self.prober is not None
+            assert self.prober is not None and self.prober.engine is not None
             return confidences(self.prober.engine, self.scorer, requests, self.prober.sampling)
         answer: dict[str, Callable[..., Iterator[Reading]]] = {
             "belief": beliefs, "sensitivity": sensitivities, "divergence": divergences

@@ -36,8 +36,8 @@ def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, acto
     probe/continuations: graded ones. probe/rescued_frac: share of them that were cut off and rescued.
     measure/forwards, forward_tokens, backwards, backward_tokens: passes beyond GRPO's, those for entropies and a
     reference model among them; padding counts, and a decoding step is a forward.
-    probe/logprob_gap: largest difference, in nats, between the probing engine's and the trainer's own
-    log-probabilities on a probe's prefix.
+    probe/logprob_gap, probe/logprob_gap_mean: largest and mean difference, in nats, between the probing engine's and
+    the trainer's own log-probabilities of tokens before a probe.
     """
     stats = group_stats(rollouts)
     several = stats.count >= 2
@@ -53,7 +53,8 @@ def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, acto
         "probe/ratio": cost.generated / max(actor, 1),
         "probe/continuations": float(len(probes)),
         "probe/rescued_frac": sum(p.rescued for p in probes) / max(len(probes), 1),
-        "probe/logprob_gap": measured.logprob_gap,
+        "probe/logprob_gap": measured.gap.largest if measured.gap.tokens else None,
+        "probe/logprob_gap_mean": measured.gap.mean if measured.gap.tokens else None,
         **{f"measure/{name}": float(number) for name, number in vars(cost).items() if name != "generated"},
         **{f"credit/error/{name}": error for name, error in credit.invariants.items()},
         **{f"credit/{name}": float(number) for name, number in credit.counts.items()},

@@ -10,11 +10,16 @@ from accelerate.utils import gather_object
 
 from apportion.credit.method import CreditMethod
 from apportion.credit.pipeline import stages_of
-from apportion.engines.base import Sampling
+from apportion.engines.base import Reading, Request, Sampling
+from apportion.engines.logprobs import logprobs
+from apportion.engines.scoring import Scorer
 from apportion.engines.transformers import TransformersEngine
+from apportion.engines.vllm import VLLMEngine, through_trl
+from apportion.engines.vllm_hosts import Colocated, own_llm
 from apportion.measure.evidence import Continuations, Evidence
+from apportion.measure.gap import Gap, gap_of, prefixes_of
 from apportion.measure.plan import Job
-from apportion.measure.probe import Probe, Rescue, evidence_of, probe
+from apportion.measure.probe import Probe, Rescue, evidence_of, probe, requests_of, shard
 from apportion.train.grading import grade
 from apportion.train.host import Batch
 
@@ -43,8 +48,13 @@ class Prober:
 
     def __init__(self, trainer: CreditTrainer) -> None:
         self.trainer = trainer
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        self.engine = TransformersEngine(model, trainer._tokenizer.pad_token_id, max_batch=trainer.args.probe_rows)
+        self.engine = engine_of(trainer)
+        # A server is asked by the main process for all ranks, so that nobody gets another rank's answers.
+        alone = trainer.use_vllm and trainer.vllm_mode == "server"
+        self.rank = 0 if alone else trainer.accelerator.process_index
+        self.world = 1 if alone else trainer.accelerator.num_processes
+        # What the trainer answers where vLLM, which scores before temperature, is compared with it.
+        self.scorer = Scorer(trainer.accelerator.unwrap_model(trainer.model), trainer._tokenizer.pad_token_id)
         self.sampling = sampling_of(trainer)
         self.rescue = None
         if (cue := trainer.args.rescue_cue) is not None:
@@ -52,15 +62,17 @@ class Prober:
             answer = re.compile(trainer.args.rescue_answer)
             self.rescue = Rescue(tuple(ids), lambda text: answer.search(text) is not None, trainer.args.rescue_tokens)
 
-    def measure(
-        self, batch: Batch, jobs: Sequence[Job], step: int
-    ) -> tuple[Continuations, Sequence[Probe], float | None]:
+    def refresh(self) -> None:
+        """Gives a vLLM of our own the weights that are trained now. TRL sees to its own."""
+        if isinstance(self.engine, VLLMEngine) and not self.trainer.use_vllm:
+            self.engine.update(self.trainer.accelerator.unwrap_model(self.trainer.model))
+
+    def measure(self, batch: Batch, jobs: Sequence[Job], step: int) -> tuple[Continuations, Sequence[Probe], Gap]:
         """Carries out the jobs and the method's second wave, where it has one. The same result on every rank.
 
         Returns:
-            the values, every probe in no particular order, and the largest difference, in nats, between the
-            engine's and the trainer's own log-probabilities of the tokens before a probe: None where no probed
-            prefix holds a token of a response.
+            the values, every probe in no particular order, and the gap between the engine's and the trainer's own
+            log-probabilities: over every probed prefix with vLLM, over one of them with the trained model itself.
         """
         method, rollouts = self.trainer.credit_method, batch.rollouts
         probes, gap = self._wave(batch, jobs, step, first=0)
@@ -68,11 +80,11 @@ class Prober:
         if more := method.refine(rollouts, batch.base, Evidence(evidence)):
             found, other = self._wave(batch, more, step, first=max(job.samples for job in jobs))
             probes, jobs = [*probes, *found], [*jobs, *more]
-            gap = max((each for each in (gap, other) if each is not None), default=None)
+            gap += other
             evidence = evidence_of(rollouts, jobs, probes)
         return evidence, probes, gap
 
-    def _wave(self, batch: Batch, jobs: Sequence[Job], step: int, first: int) -> tuple[list[Probe], float | None]:
+    def _wave(self, batch: Batch, jobs: Sequence[Job], step: int, first: int) -> tuple[list[Probe], Gap]:
         trainer, rollouts = self.trainer, batch.rollouts
         assert rollouts.prompt_ids is not None
         prompts = [ids.tolist() for ids in rollouts.prompt_ids]
@@ -82,30 +94,68 @@ class Prober:
             with trainer.clock.phase("grade"):
                 return grade(trainer, [batch.rows[i] for i in rows], [prompts[group[i]] for i in rows], responses)
 
+        where = {
+            "run": str(trainer.args.seed), "step": step, "max_new_tokens": trainer.max_completion_length,
+            "first": first, "fresh_budget": fresh_budget(trainer.credit_method),
+        }  # fmt: skip
+        mine: list[Probe] = []
+        gap = Gap()
         with trainer.clock.phase("probe"):
-            mine = probe(
-                rollouts, jobs, self.engine, self.sampling, graded, trainer.decode,
-                run=str(trainer.args.seed), step=step, max_new_tokens=trainer.max_completion_length, first=first,
-                fresh_budget=fresh_budget(trainer.credit_method),
-                rescue=self.rescue, rank=trainer.accelerator.process_index, world=trainer.accelerator.num_processes,
-            )  # fmt: skip
-            gap = self._gap(batch, mine)
-        shares: list[tuple[list[Probe], float | None]] = gather_object([(mine, gap)])
-        gaps = [each for _, each in shares if each is not None]
-        return [p for probes, _ in shares for p in probes], max(gaps, default=None)
+            if self.engine is not None:
+                asked = shard(requests_of(rollouts, jobs, **where), self.rank, self.world)
+                if isinstance(self.engine, VLLMEngine):
+                    # Before they are continued: vLLM caches what it scores.
+                    gap = self._gap(batch, self.engine, asked)
+                mine = probe(
+                    rollouts, jobs, self.engine, self.sampling, graded, trainer.decode, **where,
+                    rescue=self.rescue, rank=self.rank, world=self.world,
+                )  # fmt: skip
+                if isinstance(self.engine, TransformersEngine):
+                    gap = self._own_gap(batch, self.engine, asked)
+        shares: list[tuple[list[Probe], Gap]] = gather_object([(mine, gap)])
+        whole = sum((each for _, each in shares), Gap())
+        whole.warn(trainer.args.probe_gap)
+        return [p for probes, _ in shares for p in probes], whole
 
-    def _gap(self, batch: Batch, probes: Sequence[Probe]) -> float | None:
+    def _gap(self, batch: Batch, engine: VLLMEngine, asked: Sequence[Request]) -> Gap:
+        """Between vLLM and the trainer, on every prefix that is probed."""
+        prefixes = prefixes_of(asked)
+        readings = list(engine.logprobs(prefixes))
+        theirs = None if self.sampling.temperature == 1 else list(logprobs(self.scorer, prefixes))
+        return gap_of(batch.rollouts, readings, theirs)
+
+    def _own_gap(self, batch: Batch, engine: TransformersEngine, asked: Sequence[Request]) -> Gap:
         """Between two ways to the same numbers: the engine's cache and the trainer's padded batch."""
-        rollouts = batch.rollouts
-        first = next((p for p in probes if p.position > 0), None)
+        first = next(iter(prefixes_of(asked)), None)
         if first is None:
+            return Gap()
+        logprob, _ = engine.score(first.ids, first.prompt, self.sampling.temperature)
+        return gap_of(batch.rollouts, [Reading(first.key, logprob.double())])
+
+
+def engine_of(trainer: CreditTrainer) -> TransformersEngine | VLLMEngine | None:
+    """What generates the probes; None on ranks for which the main process asks."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.args.probe_engine == "transformers":
+        return TransformersEngine(model, trainer._tokenizer.pad_token_id, max_batch=trainer.args.probe_rows)
+
+    def trained() -> int:
+        step: int = trainer.state.global_step
+        return step
+
+    if trainer.use_vllm:
+        if trainer.vllm_mode == "server" and not trainer.accelerator.is_main_process:
             return None
-        assert rollouts.prompt_ids is not None and rollouts.old_logprob is not None
-        start = int(rollouts.offsets[first.row])
-        kept = slice(start, start + first.position)
-        prompt = rollouts.prompt_ids[int(rollouts.group[first.row])].tolist()
-        logprob, _ = self.engine.score(
-            [*prompt, *rollouts.token_ids[kept].tolist()], len(prompt), self.sampling.temperature
-        )
-        seen = rollouts.mask[kept]
-        return float((logprob - rollouts.old_logprob[kept])[seen].abs().max()) if seen.any() else None
+        return through_trl(trainer.vllm_generation, trained, lambda: trainer._last_loaded_step)
+    longest = trainer.args.vllm_max_model_length or model.config.max_position_embeddings
+    return VLLMEngine(
+        Colocated(
+            own_llm(
+                model, longest, max_num_seqs=trainer.args.probe_rows,
+                gpu_memory_utilization=trainer.args.vllm_gpu_memory_utilization,
+                # Compiling for the CPU takes longer than it saves on models that train there.
+                enforce_eager=trainer.accelerator.device.type == "cpu",
+            )
+        ),
+        trained,
+    )  # fmt: skip

@@ -20,12 +20,13 @@ from trl.trainer.utils import RepeatSampler
 
 from apportion.credit.record import Credit
 from apportion.engines.base import Cost
+from apportion.engines.rng import frozen_rng
 from apportion.errors import InputError
 from apportion.records import RunFolder
 from apportion.train.clock import Clock
 from apportion.train.compatibility import check_trainer, measures
 from apportion.train.config import CreditConfig
-from apportion.train.host import Batch, Capture, frozen_rng, gather_batch, random_state
+from apportion.train.host import Batch, Capture, gather_batch, random_state
 from apportion.train.measuring import Measurement, Measurer
 from apportion.train.metrics import step_metrics
 from apportion.train.probing import sampling_of

@@ -12,8 +12,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from apportion.engines.base import Key, Request
+from apportion.engines.rng import frozen_rng
 from apportion.engines.transformers import TransformersEngine
-from apportion.train.host import frozen_rng
 from apportion.train.prepare import Run, sampling_of
 
 Progress = Callable[[dict[str, float]], None]
