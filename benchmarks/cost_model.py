@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -180,11 +181,11 @@ def main() -> None:
             rounds[method].append(compared(method, machines[-2:], run))
             shown = {name: round(row["seconds/all"], 2) for name, row in rounds[method][-1].items()}
             print(f"round {number}: {method} {shown}", flush=True)
-    last = machines[-1]
+    last = {name: value for name, value in vars(machines[-1]).items() if value not in (math.inf, None)}
     found: dict[str, Any] = {
         "command": "python benchmarks/cost_model.py",
         "rounds": options.rounds, "steps of a run": options.steps,
-        "the machine when last measured": vars(last) | {"overheads": vars(last.overheads)},
+        "the machine when last measured": last | {"overheads": vars(machines[-1].overheads)},
         "methods": {method: medians(each) for method, each in rounds.items()},
     }  # fmt: skip
     options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

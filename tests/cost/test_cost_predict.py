@@ -117,6 +117,14 @@ def test_devices_multiply_tokens_and_not_seconds(large):
     assert adapted.fits is (adapted.memory["peak"] <= 0.92 * 24e9) and adapted.memory["optimizer"] == 8 * 19_988_480
 
 
+def test_answers_of_a_users_file_take_time_to_grade(large):
+    settings = {"model.name": str(large), "data.path": "nowhere.jsonl", "method.name": "vineppo"}
+    found = predicted(find_hardware("h200x2"), Assumed(prompt=64), **settings)
+    # On one of two devices, 2 ms each: 32 responses and half of the continuations.
+    assert found.seconds["grade"] == pytest.approx(2e-3 * (32 + found.tokens["probe/continuations"] / 2))
+    assert predicted(find_hardware("h200"), **{"method.name": "grpo"}).seconds["grade"] == 0
+
+
 def test_sharded_weights_are_divided(large):
     settings = {
         "model.name": str(large), "data.path": "nowhere.jsonl", "method.name": "grpo", "trainer.fsdp": "full_shard"
@@ -281,7 +289,9 @@ def test_what_a_run_logs_beside_its_own(monkeypatch):
     config = load_config(None, {"method.name": "grpo"})
     assert predict_beside(config) == predict_run(config, IDEAL).metrics()
     # As if on GPUs, where the trainer's own options cannot be made on this machine.
-    monkeypatch.setattr(recipe, "predict_run", lambda config, machine: SimpleNamespace(metrics=lambda: machine.name))
+    monkeypatch.setattr(
+        "apportion.cost.recipe.predict_run", lambda config, machine: SimpleNamespace(metrics=lambda: machine.name)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert predict_beside(config, 8) == "h200x8"
