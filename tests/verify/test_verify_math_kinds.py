@@ -418,3 +418,24 @@ def test_extraction_stays_linear():
 def test_the_whole_path_agrees():
     assert grade("math", "1,2", r"So $\boxed{2}$ and $\boxed{1}$.").prediction == "2, 1"
     assert grade("math", "2", r"So $\boxed{1}$ and $\boxed{2}$.").outcome == "correct"
+
+
+PROSE = "The eigenvalues are $-1,-1,1$. Therefore this matrix is not diagonalizable."
+
+
+@pytest.mark.parametrize(
+    ("gold", "prediction", "outcome"),
+    [
+        (PROSE, rf"\boxed{{{PROSE}}}", "correct"),
+        (PROSE, PROSE, "correct"),
+        # The last sentence of several is not the answer, and what cannot be read proves nothing.
+        (r"$u \times v=3$. The area is $9$.", r"\boxed{9}", "abstain"),
+        (r"The solution is $z=t, y=4 t, x=2-4 t$.", r"\boxed{The solution is $z=t, y=4 t, x=2-4 t$.}", "correct"),
+        (r"The solution is $z=t, y=4 t, x=2-4 t$.", r"\boxed{z=t, y=4t, x=2-4t}", "correct"),
+        ("The area is $12$.", r"\boxed{12}", "correct"),
+        ("The area is $12$.", r"\boxed{13}", "wrong"),
+    ],
+)
+def test_a_gold_in_sentences_is_right_as_a_whole(gold: str, prediction: str, outcome: str) -> None:
+    """What shortens a response to its last statement must not shorten a gold of several sentences."""
+    assert grade("math", gold, prediction).outcome == outcome

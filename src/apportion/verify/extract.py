@@ -168,12 +168,33 @@ def side_by_side(text: str) -> list[str]:
     return run
 
 
+def _marked(text: str) -> str | None:
+    """What rules 2 to 5 find."""
+    for rule in (_last_box, _tagged, _bare_box, _after_hashes):
+        if (answer := rule(text)) is not None:
+            return answer
+    return None
+
+
+def gold_forms(text: str) -> list[str]:
+    """What a gold accepts: its marked answer; else itself, and what it states where it is a single sentence.
+
+    The last sentence of several is a part of the answer only.
+    """
+    text = text.strip()
+    marked = _marked(text)
+    if marked is not None:
+        return [marked.strip() or text]
+    stated = None if _SENTENCE_START.search(text) else final_answer(text)
+    return list(dict.fromkeys([text, stated or text]))
+
+
 def final_answer(text: str) -> str | None:
     """The answer string of a response under the rules at the top of this file, or None if it has none."""
     tail = after_thinking(text)
     if tail is None:
         return None
-    for rule in (_last_box, _tagged, _bare_box, _after_hashes, _after_cue):
+    for rule in (_marked, _after_cue):
         answer = rule(tail)
         if answer is not None:
             return _without_lead(answer.strip()).strip() or None

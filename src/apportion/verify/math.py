@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, get_args, get_type_hints
 
 from apportion.errors import InputError, nearest
-from apportion.verify.extract import final_answer, side_by_side
+from apportion.verify.extract import MAX_BARE_CHARS, final_answer, gold_forms, side_by_side
 from apportion.verify.gold import accepted, unusable
 from apportion.verify.normalise import canonical, normalise
 from apportion.verify.numerals import read_numeral, same_numeral
@@ -71,8 +71,8 @@ class MathSettings:
 
 
 def gold_answers(gold: object) -> list[str]:
-    """Accepted answers of a gold: one string or number, or a list of them (any one will do), boxes taken off."""
-    return [final_answer(text) or text.strip() for text in accepted(gold)]
+    """Accepted answers of a gold: one string or number, or a list of them (any one will do); see `gold_forms`."""
+    return [form for text in accepted(gold) for form in gold_forms(text)]
 
 
 def graded_answer(golds: Sequence[str], prediction: str) -> str | None:
@@ -143,6 +143,9 @@ def grade(gold: object, prediction: str, settings: MathSettings) -> Verdict:
         return Verdict("abstain", reason)
     golds = gold_answers(gold)
     shown = " | ".join(golds)
+    # Of prose the last sentence would be taken; the gold's own words are right as a whole.
+    if len(prediction) <= MAX_BARE_CHARS and canonical(prediction.strip()) in map(canonical, golds):
+        return Verdict("correct", "same spelling", shown, prediction.strip())
     answer = graded_answer(golds, prediction)
     if answer is None:
         return Verdict("wrong", "no answer found", shown, None)
