@@ -1,10 +1,14 @@
 """Settings of every test: one thread, the same hypothesis examples on every run, slow tests only where asked for."""
 
 import os
+import signal
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# A shell's background job ignores Ctrl-C, and so would every command that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 settings.register_profile("apportion", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -199,7 +199,10 @@ def test_demo_started_as_a_command_can_be_interrupted(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     wait_until(lambda: process.poll() is not None or len(list(tmp_path.glob("*.log"))) == 2)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    try:
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130, err
     assert "Traceback" not in err
     # Whatever was started is gone, however early the interrupt came.
