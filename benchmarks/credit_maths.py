@@ -6,7 +6,7 @@
 512 responses of 2,048 tokens in groups of 8, a step every 64 tokens, everything measured that a method asks for (random
 numbers: the maths does not look at them). Times are medians; "pass" is the time of one read and write of the batch's
 tokens in float64 in the same run, the least that any per-token rule can cost, and "looping" a plain loop over the
-responses, as verl's estimator of GRPO forms its advantages. Growth is from 10^4 to 10^7 tokens; memory is the largest
+responses, as verl's estimator of GRPO forms its advantages. Growth is from 10^4 to 10^6 tokens; memory is the largest
 resident size above that before the call, over the size of the batch's own tensors.
 """
 
