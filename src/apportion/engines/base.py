@@ -80,6 +80,23 @@ class Request:
     first: int = 0
 
 
+def asked_of(requests: Sequence[Request]) -> list[Request]:
+    """The requests that ask for any continuation.
+
+    Raises:
+        InputError: one of them has an empty prefix, or a budget below 1.
+    """
+    asked = [request for request in requests if request.samples]
+    for request in asked:
+        if not request.prefix_ids or request.budget < 1:
+            raise InputError(
+                f"request {request.key}",
+                f"{len(request.prefix_ids)} prefix tokens and a budget of {request.budget}",
+                "at least one of each",
+            )  # fmt: skip
+    return asked
+
+
 @dataclass(frozen=True)
 class Continuation:
     """Continuation `m` of a key. `finish` is "length" where the budget ran out before a stop token."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from apportion.engines.base import Continuation, Request, Sampling
+from apportion.engines.base import Continuation, Request, Sampling, asked_of
 from apportion.engines.rows import Ready, Rows, Run, runs_of, seen_of
 from apportion.engines.sampling import draw, filtered
 from apportion.engines.scoring import Scorer
@@ -85,14 +85,7 @@ class TransformersEngine:
         Raises:
             InputError: an empty prefix, a budget below 1, or a request that does not fit `max_cache_tokens`.
         """
-        requests = [request for request in requests if request.samples]
-        for request in requests:
-            if not request.prefix_ids or request.budget < 1:
-                raise InputError(
-                    f"request {request.key}",
-                    f"{len(request.prefix_ids)} prefix tokens and a budget of {request.budget}",
-                    "at least one of each",
-                )  # fmt: skip
+        requests = asked_of(requests)
         longest = max((len(r.prefix_ids) + r.budget for r in requests), default=0)
         if longest > self.max_cache_tokens:
             raise InputError("max_cache_tokens", self.max_cache_tokens, f"at least the longest sequence, {longest}")

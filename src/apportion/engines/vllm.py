@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from apportion.engines.base import Continuation, Key, Reading, Request, Sampling, Scoring
+from apportion.engines.base import Continuation, Key, Reading, Request, Sampling, Scoring, asked_of
 from apportion.engines.logprobs import check
 from apportion.engines.vllm_hosts import Ask, Colocated, Host
 from apportion.engines.vllm_server import Server
@@ -86,14 +86,7 @@ class VLLMEngine:
             StaleWeights: see the class.
         """
         settings = settings_of(sampling)
-        requests = [request for request in requests if request.samples]
-        for request in requests:
-            if not request.prefix_ids or request.budget < 1:
-                raise InputError(
-                    f"request {request.key}",
-                    f"{len(request.prefix_ids)} prefix tokens and a budget of {request.budget}",
-                    "at least one of each",
-                )  # fmt: skip
+        requests = asked_of(requests)
         self._check_length(max((len(r.prefix_ids) + r.budget for r in requests), default=0))
         asks = {str(i): Ask(r.prefix_ids, r.samples, r.budget, seed_of(r.key, r.first)) for i, r in enumerate(requests)}
         if not asks:
