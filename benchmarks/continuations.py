@@ -40,7 +40,7 @@ from apportion.train.models import load_model, load_tokenizer, model_folder
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "embedded": {"dtype": "float32", "responses": 64, "limit": 80, "pivots": 4, "samples": 8, "rows": 256, "rounds": 5},
-    "smollm2": {"dtype": "bfloat16", "responses": 4, "limit": 192, "pivots": 4, "samples": 8, "rows": 32, "rounds": 3},
+    "smollm2": {"dtype": "bfloat16", "responses": 2, "limit": 96, "pivots": 4, "samples": 8, "rows": 32, "rounds": 2},
 }
 QUESTION = "Explain step by step how to find the sum of all whole numbers from 1 to {}, and give the sum."
 
@@ -53,10 +53,10 @@ class Recorded(TransformersEngine):
         self.steps: list[np.ndarray] = []
         self.slots: SlotCache | None = None
 
-    def _step(self, cache: SlotCache, last_B: np.ndarray, cached_B: np.ndarray) -> Tensor:
+    def step(self, cache: SlotCache, last_B: np.ndarray, cached_B: np.ndarray) -> Tensor:
         self.steps.append(cached_B.copy())
         self.slots = cache
-        return super()._step(cache, last_B, cached_B)
+        return super().step(cache, last_B, cached_B)
 
 
 def prompts_of(name: str, tokenizer: Any, count: int) -> list[list[int]]:
@@ -84,10 +84,10 @@ def decoding(engine: Recorded, steps: list[np.ndarray], sampling: Sampling) -> N
     """The forwards of one token again, with the same shapes."""
     cache, uniforms = engine.slots, torch.rand((len(steps[0]), 1), dtype=torch.float64)
     assert cache is not None
-    with engine._scorer.measuring():
+    with engine.scorer.measuring():
         for cached_B in steps:
             last_B = np.full(len(cached_B), engine.pad_id)
-            logits_BV = TransformersEngine._step(engine, cache, last_B, cached_B)
+            logits_BV = TransformersEngine.step(engine, cache, last_B, cached_B)
             draw(filtered(logits_BV, sampling), uniforms[: len(cached_B)]).tolist()
 
 
@@ -127,10 +127,11 @@ def measure(name: str) -> dict[str, Any]:
         probing_s, found = timed(lambda: list[Continuation](engine.continuations(requests, sampling)))
         spent, steps = engine.cost - before, list(engine.steps)
         decoding_s, _ = timed(lambda steps=steps: decoding(engine, steps, sampling))
+        if not turn:  # the first round warms up
+            continue
         text_s, text_tokens = timed(lambda: by_text(model, tokenizer, requests, sampling, how["rows"]))
-        if turn:  # the first round warms up
-            for kind, wall in (("probing", probing_s), ("decoding", decoding_s), ("text", text_s)):
-                walls[kind].append(wall)
+        for kind, wall in (("probing", probing_s), ("decoding", decoding_s), ("text", text_s)):
+            walls[kind].append(wall)
     new = sum(len(c.token_ids) for c in found)
     stepped = sum(map(len, steps))
     seconds = {kind: median(each) for kind, each in walls.items()}

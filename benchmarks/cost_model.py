@@ -3,12 +3,12 @@
     python benchmarks/cost_model.py            writes benchmarks/cost_model.json
     python benchmarks/cost_model.py --rounds 1 grpo probepo
 
-Every method trains a few steps of the embedded policy with one thread. What `apportion cost` predicts from the
-configuration alone, and from it with the run's own mean and longest response, is set against the seconds that the run
-logged. The machine's figures are micro-benchmarks (`apportion.cost.calibrate`), taken right before and right after each
-run, on random tensors and random models; nothing is fitted to a run. Both are the processor's own seconds
-(`time.process_time`): on a machine that is not shared they are what a clock shows, on one that is they are steadier.
-Of several rounds each figure is the median.
+Every method trains a few steps of the embedded policy with one thread; the first, which warms up, does not count. What
+`apportion cost` predicts from the configuration alone, and from it with the run's own mean and longest response, is set
+against the seconds that the run logged. The machine's figures are micro-benchmarks (`apportion.cost.calibrate`), taken
+right before and right after each run, on random tensors and random models; nothing is fitted to a run. Both are the
+processor's own seconds (`time.process_time`): on a machine that is not shared they are what a clock shows, on one that
+is they are steadier. Of several rounds each figure is the median.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 COMMON = {
     "run.threads": 1, "run.evaluate_samples": 0, "run.checkpoint_every": 1000, "data.count": 1024,
-    "trainer.gradient_accumulation_steps": 1,
+    "run.predict": "off", "trainer.gradient_accumulation_steps": 1,
 }  # fmt: skip
 TOKENS = ("tokens/actor", "probe/tokens", "probe/continuations", "measure/forwards", "measure/forward_tokens")
 
 
 def measured(method: str, steps: int) -> dict[str, float]:
-    """Means over the steps of one run, as it logged them."""
+    """Means over the steps of one run but the first, as it logged them."""
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(None, settings(method) | {"run.folder": folder, "run.steps": steps})
+        config = load_config(None, settings(method) | {"run.folder": folder, "run.steps": steps + 1})
         train(prepare(config))
-        rows = RunFolder(Path(folder)).metrics()
+        rows = RunFolder(Path(folder)).metrics()[1:]
     names = [*TOKENS, *(f"seconds/{phase}" for phase in PHASES), "completions/mean_length", "completions/max_length"]
     return {name: mean(row.get(name, 0.0) for row in rows) for name in names}
 
@@ -184,7 +184,7 @@ def main() -> None:
     last = {name: value for name, value in vars(machines[-1]).items() if value not in (math.inf, None)}
     found: dict[str, Any] = {
         "command": "python benchmarks/cost_model.py",
-        "rounds": options.rounds, "steps of a run": options.steps,
+        "rounds": options.rounds, "steps of a run, beside the first": options.steps,
         "the machine when last measured": last | {"overheads": vars(machines[-1].overheads)},
         "methods": {method: medians(each) for method, each in rounds.items()},
     }  # fmt: skip

@@ -2,10 +2,12 @@
 
     python benchmarks/step.py                 into benchmarks/step.json
 
-The embedded policy trains on its own task with a learning rate of 0, so that both methods see the same rollouts, in
-turns and on one thread. "decoding" repeats the forwards of one token that probing made, with the same rows and columns,
-and nothing else. `over` is ProbePO's step over a GRPO step plus decoding, of the medians of all steps but each run's
-first.
+The embedded policy trains on its own task with a learning rate of 0, so that all ways see rollouts of one policy, in
+turns and on one thread: GRPO and ProbePO over rollouts that TRL samples, and ProbePO with `stream`, where our engine
+samples them too. "decoding" repeats the forwards of one token that probing after TRL's rollouts made, with the same
+rows and columns, and nothing else. `over` is a ProbePO step over a GRPO step plus decoding, of the medians of all steps
+but each run's first. `probes_before_the_last_rollout` is the share of a stream's probes that had ended when its last
+rollout did.
 
 `overlap` gives the same probes to a verifier that takes a while a response in another process (it sleeps, as a call to
 a service would): grading after decoding, and while decoding goes on.
@@ -17,7 +19,7 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,9 +28,10 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback
 
-from apportion.engines.base import Continuation
+from apportion.engines.base import Continuation, Rollout
+from apportion.engines.stream import Stream
 from apportion.measure.ahead import ahead
-from apportion.measure.probe import requests_of
+from apportion.measure.wave import requests_of
 from apportion.records import RunFolder
 from apportion.train import CreditTrainer
 from apportion.train.prepare import prepare
@@ -39,15 +42,26 @@ from tools import write
 STEPS, ROUNDS = 6, 3
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "probepo": {"method.budget": 40, "method.samples": 8, "method.min_gap": 4},
+    "probepo": {"method.name": "probepo", "method.budget": 40, "method.samples": 8, "method.min_gap": 4},
 }
+METHODS["stream"] = {**METHODS["probepo"], "trainer.stream": True}
 
 
-def train(method: str, folder: Path) -> tuple[CreditTrainer, list[dict[str, Any]]]:
+class Watched(Recorded):
+    """Keeps in what order a stream's rollouts and probes ended."""
+
+    def read(self, stream: Stream) -> Generator[Continuation, None, None]:
+        self.ended: list[bool] = []
+        for c in super().read(stream):
+            self.ended.append(isinstance(c, Rollout))
+            yield c
+
+
+def train(way: str, folder: Path) -> tuple[CreditTrainer, list[dict[str, Any]]]:
     config = load_config(
         None,
         {
-            "method.name": method, **METHODS[method], "run.folder": str(folder), "run.steps": STEPS,
+            "method.name": "grpo", **METHODS[way], "run.folder": str(folder), "run.steps": STEPS,
             "run.evaluate_samples": 0, "run.record_every": 1000, "run.checkpoint_every": 1000, "run.threads": 1,
             "trainer.learning_rate": 0.0, "data.count": 1024,
         },
@@ -60,7 +74,9 @@ def train(method: str, folder: Path) -> tuple[CreditTrainer, list[dict[str, Any]
     trainer.remove_callback(PrinterCallback)
     if trainer._measurer is not None and trainer._measurer.prober is not None:
         prober = trainer._measurer.prober
-        prober.engine = Recorded(prober.engine.model, prober.engine.pad_id, max_batch=prober.engine.max_batch)
+        prober.engine = Watched(prober.engine.model, prober.engine.pad_id, max_batch=prober.engine.max_batch)
+        if trainer.stream is not None:
+            trainer.stream.engine = prober.engine
     trainer.train()
     return trainer, RunFolder(folder).metrics()[1:]
 
@@ -81,18 +97,26 @@ def steps(folder: Path) -> dict[str, Any]:
         for name in METHODS:
             trainer, metrics = train(name, folder / f"{name}{turn}")
             rows[name] += metrics
-        prober = trainer._measurer.prober  # the last one probed
-        start = time.perf_counter()
-        decoding(prober.engine, prober.engine.steps, prober.sampling)
-        decoded.append((time.perf_counter() - start) / STEPS)
-    grpo, probepo, decode = (
-        median(map(wall, rows["grpo"])), median(map(wall, rows["probepo"])), median(decoded),
-    )  # fmt: skip
+            engine = None if trainer._measurer is None else trainer._measurer.sampler
+            if name == "probepo":
+                start = time.perf_counter()
+                decoding(engine, engine.steps, trainer._measurer.prober.sampling)
+                decoded.append((time.perf_counter() - start) / STEPS)
+    seconds = {name: median(map(wall, each)) for name, each in rows.items()} | {"decoding": median(decoded)}
+    # The engine of the last run, which was a stream's: what ended in its last step.
+    last = len(engine.ended) - 1 - engine.ended[::-1].index(True)
     return {
-        "over": round(probepo / (grpo + decode), 3),
-        "seconds": {"grpo": round(grpo, 3), "probepo": round(probepo, 3), "decoding": round(decode, 3)},
-        "probe_tokens": median(row["probe/tokens"] for row in rows["probepo"]),
-        "rollout_tokens": median(row["tokens/actor"] for row in rows["probepo"]),
+        "over": round(seconds["probepo"] / (seconds["grpo"] + seconds["decoding"]), 3),
+        "stream_over": round(seconds["stream"] / (seconds["grpo"] + seconds["decoding"]), 3),
+        "probes_before_the_last_rollout": round(engine.ended[:last].count(False) / engine.ended.count(False), 3),
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "probe_tokens": {name: median(row["probe/tokens"] for row in rows[name]) for name in ("probepo", "stream")},
+        # Prefills, the pass for entropies, and the prefix that is scored again for the log-probability gap.
+        "other_forward_tokens": {
+            name: median(row["measure/forward_tokens"] - row["probe/tokens"] for row in rows[name])
+            for name in ("probepo", "stream")
+        },
+        "rollout_tokens": {name: median(row["tokens/actor"] for row in each) for name, each in rows.items()},
         "phases": {name: phases(each) for name, each in rows.items()},
     }
 

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from apportion.cost import (
     Assumed,
     Hardware,
     ModelShape,
+    Unpredicted,
     calibrate,
     describe,
     find_hardware,
@@ -22,6 +22,7 @@ from apportion.cost import (
     predict_beside,
     predict_run,
 )
+from apportion.credit.registry import make_method, method_names
 from apportion.errors import InputError
 from apportion.train.clock import PHASES
 from apportion.train.settings import load_config
@@ -159,13 +160,6 @@ def test_a_measurement_that_is_not_planned_is_said():
     assert any("verifier" in note for note in predicted(**{"method.name": "step_verified"}).notes)
 
 
-def test_metrics_stand_beside_those_that_a_step_logs():
-    row = predicted(**{"method.name": "probepo"}).metrics()
-    logged = {"tokens/actor", "probe/tokens", "probe/continuations", "measure/forwards", "measure/forward_tokens"}
-    assert {f"predicted/{name}" for name in logged | {f"seconds/{phase}" for phase in PHASES}} <= row.keys()
-    assert all(isinstance(value, int | float) for value in row.values())
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_has_a_prediction(path):
     config = load_config(path)
@@ -283,17 +277,58 @@ def test_this_machine_can_be_measured(monkeypatch):
     assert 0.01 < found.total < 10_000
 
 
-def test_what_a_run_logs_beside_its_own(monkeypatch):
-    monkeypatch.setattr(calibrate, "calibrate_for", lambda config: IDEAL)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_the_machine_a_run_is_predicted_for(monkeypatch):
     config = load_config(None, {"method.name": "grpo"})
-    assert predict_beside(config) == predict_run(config, IDEAL).metrics()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("apportion.cost.kept.kept_machine", lambda config: IDEAL)
+    assert predict_beside(config) == predict_run(config, IDEAL)
+    with pytest.raises(Unpredicted, match="2 processes share this CPU"):
+        predict_beside(config, 2)
+    monkeypatch.setattr("apportion.cost.kept.kept_machine", lambda config: None)
+    with pytest.raises(Unpredicted, match="has not been measured"):
+        predict_beside(config)
+    monkeypatch.setattr("apportion.cost.kept.measured_machine", lambda config: (IDEAL, True))
+    assert predict_beside(config, measure=True) == predict_run(config, IDEAL)
     # As if on GPUs, where the trainer's own options cannot be made on this machine.
-    monkeypatch.setattr(
-        "apportion.cost.recipe.predict_run", lambda config, machine: SimpleNamespace(metrics=lambda: machine.name)
-    )
+    monkeypatch.setattr("apportion.cost.recipe.predict_run", lambda config, machine: machine.name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     assert predict_beside(config, 8) == "h200x8"
+    assert predict_beside(load_config(None, {"trainer.use_cpu": True}), measure=True) == "ideal"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    assert predict_beside(config) == {}
+    with pytest.raises(Unpredicted, match="no figures of Tesla T4"):
+        predict_beside(config)
+
+
+def test_what_is_not_counted_is_not_laid_beside_a_run(large):
+    def told(**settings) -> set[str]:
+        names = predicted(**settings).metrics()
+        return {name.removeprefix("predicted/") for name in names if "seconds" in name or "probe/" in name}
+
+    probes = {"probe/tokens", "probe/continuations"}
+    seconds = {f"seconds/{phase}" for phase in PHASES}
+    # Grading of generated problems is free, which is said by saying nothing.
+    assert told(**{"method.name": "probepo"}) == probes | seconds - {"seconds/grade"}
+    passes = {"predicted/measure/forwards", "predicted/measure/forward_tokens", "predicted/tokens/actor"}
+    assert passes <= predicted(**{"method.name": "probepo"}).metrics().keys()
+    assert told(**{"method.name": "step_verified"}) == probes | seconds - {"seconds/grade", "seconds/probe"}
+    unplanned = {"method.name": "oar_p", "method.answer_pattern": "ANSWER=(x)"}
+    assert told(**unplanned) == seconds - {"seconds/grade", "seconds/probe"}
+    assert not any("measure/" in name for name in predicted(**unplanned).metrics())
+    streamed = predicted(**{"method.name": "probepo", "trainer.stream": True})
+    assert {name for name in streamed.metrics() if "seconds" in name} == {"predicted/seconds/update"}
+    assert "predicted/tokens/actor" in streamed.metrics() and any("stream" in note for note in streamed.notes)
+    files = {"model.name": str(large), "data.path": "nowhere.jsonl", "method.name": "grpo"}
+    for kind, graded in (("auto", True), ("math", True), ("exact", False)):
+        found = predicted(NAMED["h200"], Assumed(prompt=64), **files, **{"reward.kind": kind})
+        assert ("predicted/seconds/grade" in found.metrics()) is graded and (found.seconds["grade"] > 0) is graded
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_has_a_prediction(name):
+    found = predicted(**{"method.name": name})
+    assert not any("Nothing is counted" in note for note in found.notes)
+    told = found.metrics()
+    asked = make_method(name).needs & {"continuations", "belief", "sensitivity", "confidence", "divergence"}
+    assert (told.get("predicted/seconds/probe", 0) > 0) is bool(asked)
+    assert told["predicted/seconds/update"] > 0 and told["predicted/memory/peak"] > 0

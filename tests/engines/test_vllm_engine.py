@@ -41,7 +41,8 @@ from apportion.engines.vllm_server import Server
 from apportion.errors import InputError
 from apportion.measure.gap import gap_of, prefixes_of
 from apportion.measure.plan import Job
-from apportion.measure.probe import evidence_of, probe, requests_of
+from apportion.measure.probe import evidence_of, probe
+from apportion.measure.wave import requests_of
 from apportion.rollouts import Rollouts
 
 # The contract of every engine.

@@ -23,7 +23,8 @@ from apportion.engines.base import Continuation, Key, Request, Sampling
 from apportion.engines.transformers import TransformersEngine
 from apportion.errors import InputError
 from apportion.measure.plan import Job
-from apportion.measure.probe import Probe, Rescue, evidence_of, probe, requests_of, shard
+from apportion.measure.probe import Rescue, evidence_of, probe
+from apportion.measure.wave import Probe, requests_of, shard
 from apportion.rollouts import Rollouts
 
 SAMPLING = Sampling((9,))

@@ -25,6 +25,10 @@ CASES: dict[str, dict[str, Any]] = {
     "second epoch": {"max_steps": 9, "stop": 6},
     "epoch's end": {"max_steps": 6, "stop": 4},
     "inside a window": {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4, "stop": 3},
+    "stream": {
+        "stream": True, "max_steps": 10, "num_iterations": 2, "steps_per_generation": 2,
+        "per_device_train_batch_size": 4, "stop": 3,
+    },
     "misaligned": {
         "gradient_accumulation_steps": 3, "steps_per_generation": 2, "per_device_train_batch_size": 4, "stop": 3,
     },

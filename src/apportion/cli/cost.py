@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from apportion.cli.shared import read_settings
+from apportion.cli.shared import read_settings, say
 
 if TYPE_CHECKING:
     from apportion.cost import Prediction
@@ -45,10 +45,12 @@ def cost(
     if machine is None:
         from rich.console import Console
 
-        from apportion.cost.calibrate import calibrate_for
+        from apportion.cost.kept import measured_machine
 
         with Console(stderr=True).status("Measuring this machine"):
-            machine = calibrate_for(chosen)
+            machine, kept = measured_machine(chosen)
+        if not kept:
+            say("note", "the figures could not be kept for `apportion train`: no cache folder can be written to")
     found = predict_run(chosen, machine, assumed)
     if as_json:
         typer.echo(json.dumps(_data(found) | {"at_most": _data(found.cap or found)}, indent=2))

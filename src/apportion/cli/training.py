@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -100,7 +100,7 @@ def _check_fresh(folder: Path) -> None:
         )  # fmt: skip
 
 
-def _train(config: RunConfig, resume: bool) -> dict[str, float]:
+def _train(config: RunConfig, resume: bool) -> dict[str, Any]:
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -134,7 +134,13 @@ def _progress(console: Console, config: RunConfig) -> Iterator[Callable[[dict[st
         yield show
 
 
-def _print_result(folder: Path, result: Mapping[str, float]) -> None:
+def _print_result(folder: Path, result: Mapping[str, Any]) -> None:
+    from apportion.report.beside import lines
+
     for name, value in result.items():
+        if name == "beside":
+            continue
         typer.echo(f"{name}: {value:.3f}" if name in ("start", "end") else f"{name}: {value:,.0f}")
+    if "beside" in result:
+        typer.echo("\n".join(["", *lines(result["beside"]), ""]))
     typer.echo(f"records: {folder}   page: apportion inspect {folder}")

@@ -2,7 +2,7 @@
 
 from apportion.cost.hardware import HERE, NAMED, Hardware, Overheads, find_hardware
 from apportion.cost.predict import Plan, Prediction, predict
-from apportion.cost.recipe import Assumed, describe, predict_beside, predict_run
+from apportion.cost.recipe import Assumed, Unpredicted, describe, predict_beside, predict_run
 from apportion.cost.shape import ModelShape, read_shape
 from apportion.cost.standin import Workload
 
@@ -15,6 +15,7 @@ __all__ = [
     "Overheads",
     "Plan",
     "Prediction",
+    "Unpredicted",
     "Workload",
     "describe",
     "find_hardware",

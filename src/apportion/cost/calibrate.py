@@ -74,9 +74,13 @@ def calibrate_for(config: RunConfig, *, clock: Callable[[], float] = time.perf_c
 
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
+    return calibrate(read_shape(model_folder(config.model.name)), arithmetic(config), clock=clock)
+
+
+def arithmetic(config: RunConfig) -> str:
+    """The type that a run's passes are computed in on this machine."""
     bf16 = config.model.dtype == "bfloat16" or config.trainer.get("bf16") is True
-    dtype = "bfloat16" if bf16 else "float32"
-    return calibrate(read_shape(model_folder(config.model.name)), dtype, clock=clock)
+    return "bfloat16" if bf16 else "float32"
 
 
 def _pieces(shape: ModelShape, dtype: str, timed: Callable[..., float]) -> Hardware:
@@ -95,7 +99,7 @@ def _pieces(shape: ModelShape, dtype: str, timed: Callable[..., float]) -> Hardw
         HERE, {dtype: product}, tuple(_between(shape, number, tokens, timed) for tokens in _TOKENS),
         float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), reading=reading,
         attention=attention / product, decode=_decoding(shape, number, timed) / product, overheads=_overheads(timed),
-        source=f"micro-benchmarks of this machine, {torch.get_num_threads()} threads, {dtype}",
+        source=f"micro-benchmarks of this machine, threads: {torch.get_num_threads()}, {dtype}",
     )  # fmt: skip
 
 

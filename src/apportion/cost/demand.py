@@ -15,7 +15,7 @@ from apportion.engines.base import Key, Request
 from apportion.groups import grpo_base
 from apportion.measure.evidence import Continuations, Evidence
 from apportion.measure.plan import AnyJob, BeliefJob, ConfidenceJob, Job, SensitivityJob
-from apportion.measure.probe import requests_of
+from apportion.measure.wave import requests_of
 from apportion.rollouts import Rollouts
 
 # The engines' limits, which their callers in `train` leave at their defaults.

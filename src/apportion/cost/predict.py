@@ -22,6 +22,9 @@ _GROUPS, _TOKENS = 48, 400_000
 _ADAM_TRAFFIC = 8
 _MEASURED = frozenset({"continuations", "belief", "sensitivity", "confidence", "divergence"})
 
+PEAK = "memory/peak"
+"""Name of a run's measured memory, in bytes."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -34,6 +37,8 @@ class Prediction:
         cap: tokens and seconds as above, the larger of these and of those where every group is mixed, no two responses
             share an opening and every token may be a cut; responses are no longer than in these.
         work: what was assumed. notes: what the figures leave out.
+        uncounted: names of `tokens` and phases that leave out what a run spends there, so that they cannot be set
+            against its own.
     """
 
     method: str
@@ -45,6 +50,7 @@ class Prediction:
     work: Workload
     cap: Prediction | None = None
     notes: tuple[str, ...] = ()
+    uncounted: frozenset[str] = frozenset()
 
     @property
     def total(self) -> float:
@@ -55,11 +61,10 @@ class Prediction:
         return self.memory["peak"] <= USABLE * self.hardware.memory
 
     def metrics(self) -> dict[str, float]:
-        """`predicted/NAME` for each logged NAME that is predicted, for a run's log and result."""
+        """`predicted/NAME` for each NAME of a run's log that this can be set against; memory in bytes."""
         named = {**self.tokens, **{f"seconds/{phase}": value for phase, value in self.seconds.items()}}
-        return {f"predicted/{name}": value for name, value in named.items()} | {
-            "predicted/step_time": self.total, "predicted/memory": self.memory["peak"]
-        }  # fmt: skip
+        kept = {name: value for name, value in named.items() if name.removeprefix("seconds/") not in self.uncounted}
+        return {f"predicted/{name}": float(value) for name, value in {**kept, PEAK: self.memory["peak"]}.items()}
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Plan:
         micro: rows of a micro-batch; steps: micro-batches of an optimiser step on one device.
         generations: generation batches of an optimiser step, less than 1 where one serves several.
         old, reference: passes over the batch that TRL makes without gradients for itself.
+        stream: one loop samples and probes; predicted as if one came after the other.
         graded: whether a response's grading costs what a mathematical answer's does.
     """
 
@@ -81,6 +87,7 @@ class Plan:
     old: int
     reference: int
     vllm: bool
+    stream: bool
     probe_rows: int
     graded: bool
     tokens: Callable[[str], int] = field(repr=False)
@@ -100,19 +107,44 @@ def predict(shape: ModelShape, plan: Plan, work: Workload, hardware: Hardware) -
         worst, tokens=_larger(expected.tokens, worst.tokens), parts=_larger(expected.parts, worst.parts),
         seconds=_larger(expected.seconds, worst.seconds),
     )  # fmt: skip
-    return replace(expected, cap=cap, notes=_notes(plan, expected))
+    return replace(expected, cap=cap, notes=_notes(plan, expected), uncounted=_uncounted(plan, expected))
 
 
 def _larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
     return {name: max(value, b[name]) for name, value in a.items()}
 
 
+def _unplanned(plan: Plan, found: Prediction) -> bool:
+    """The method measures, and planned nothing on text that stands in."""
+    tokens = ("probe/tokens", "measure/forward_tokens")
+    return bool(plan.method.needs & _MEASURED) and not any(found.tokens[name] for name in tokens)
+
+
+def _uncounted(plan: Plan, found: Prediction) -> frozenset[str]:
+    names = set() if plan.graded else {"grade"}
+    if "step_labels" in plan.method.needs:
+        names.add("probe")
+    if plan.stream:
+        names |= {
+            "generate",
+            "probe",
+            "grade",
+            "credit",
+            *(name for name in found.tokens if name.startswith("measure/")),
+        }
+    if _unplanned(plan, found):
+        names |= {"probe", *(name for name in found.tokens if name.startswith(("probe/", "measure/")))}
+    return frozenset(names)
+
+
 def _notes(plan: Plan, found: Prediction) -> tuple[str, ...]:
     needs, notes = plan.method.needs, []
-    if needs & _MEASURED and not any(found.tokens[name] for name in ("probe/tokens", "measure/forward_tokens")):
+    if _unplanned(plan, found):
         notes.append(f"Nothing is counted for {found.method}'s measurements: it plans none on text that stands in.")
     if "step_labels" in needs:
         notes.append("The step verifier's time is not counted.")
+    if plan.stream:
+        notes.append("trainer.stream samples and probes in one loop; predicted as if probes came after the responses.")
     if found.hardware.overlaps:
         notes.append("Figures of the data sheet and shares of it that are assumed, none measured: see docs/cost.md.")
     if not found.fits and plan.training.shards == 1 and found.hardware.devices > 1 and not needs & _MEASURED:

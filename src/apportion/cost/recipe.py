@@ -66,21 +66,45 @@ def predict_run(config: RunConfig, hardware: Hardware, assumed: Assumed | None =
     return predict(shape, plan, work, hardware)
 
 
-def predict_beside(config: RunConfig, devices: int = 1) -> dict[str, float]:
-    """`predicted/NAME` beside what a run that starts here will log; see `Prediction.metrics`.
+class Unpredicted(Exception):
+    """A run that is not predicted, and in one line why."""
 
-    On a GPU from its data sheet, and nothing for one without a name here; on a CPU from micro-benchmarks, seconds long.
+
+def predict_beside(config: RunConfig, processes: int = 1, *, measure: bool = False) -> Prediction:
+    """The prediction to lay beside a run that starts here, in so many processes; see `Prediction.metrics`.
+
+    On GPUs from their data sheet, on a CPU from what this machine was measured at.
+
+    Args:
+        measure: a CPU that no figures are kept of is measured now, which takes half a minute.
+
+    Raises:
+        Unpredicted: a machine without figures.
+        InputError: as `predict_run`.
     """
     import torch
 
-    from apportion.cost.calibrate import calibrate_for
     from apportion.cost.hardware import named_device
+    from apportion.cost.kept import kept_machine, measured_machine
 
-    if torch.cuda.is_available():
-        machine = named_device(torch.cuda.get_device_name(), devices)
+    if torch.cuda.is_available() and not config.trainer.get("use_cpu"):
+        name = torch.cuda.get_device_name()
+        machine = named_device(name, processes)
+        if machine is None:
+            raise Unpredicted(f"apportion has no figures of {name}")
+    elif processes > 1:
+        raise Unpredicted(f"{processes} processes share this CPU, and its figures are those of one")
     else:
-        machine = calibrate_for(config)
-    return {} if machine is None else predict_run(config, machine).metrics()
+        machine = kept_machine(config)
+        if machine is None and measure:
+            machine, _ = measured_machine(config)
+        if machine is None:
+            file = Path(config.run.folder) / "config.toml"
+            raise Unpredicted(
+                f"this CPU has not been measured for this model; `apportion cost --config {file}` does it once, in "
+                "half a minute, for this and later runs, and --set run.predict=measure before a run starts"
+            )
+    return predict_run(config, machine)
 
 
 def describe(config: RunConfig, devices: int, assumed: Assumed) -> tuple[ModelShape, Plan, Workload]:
@@ -113,7 +137,8 @@ def describe(config: RunConfig, devices: int, assumed: Assumed) -> tuple[ModelSh
     plan = Plan(
         args.make_method(), training, args.per_device_train_batch_size, args.gradient_accumulation_steps,
         args.gradient_accumulation_steps / every, int(args.gradient_accumulation_steps % every != 0),
-        int(args.beta != 0), bool(args.use_vllm), args.probe_rows, config.data.path is not None, tokens,
+        int(args.beta != 0), bool(args.use_vllm), bool(args.stream), args.probe_rows,
+        config.data.path is not None and config.reward.kind in ("auto", "math"), tokens,
     )  # fmt: skip
     return shape, plan, work
 

@@ -97,6 +97,10 @@ def asked_of(requests: Sequence[Request]) -> list[Request]:
     return asked
 
 
+# Why a continuation ends: a stop token, its budget, or text that decides its verdict (see `Decided`).
+Finish = Literal["stop", "length", "decided"]
+
+
 @dataclass(frozen=True)
 class Continuation:
     """Continuation `m` of a key. `finish` is "length" where the budget ran out before a stop token."""
@@ -104,8 +108,20 @@ class Continuation:
     key: Key
     m: int
     token_ids: tuple[int, ...]
-    finish: Literal["stop", "length"]
+    finish: Finish
     rescued: bool = False
+
+
+@dataclass(frozen=True)
+class Rollout(Continuation):
+    """A response that is sampled by our own engine, with what was read of each token as it was drawn.
+
+    Attributes:
+        logprobs, entropies: a number a token, nats, at the sampling temperature, before any filter.
+    """
+
+    logprobs: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
 
 
 class ContinuationEngine(Protocol):

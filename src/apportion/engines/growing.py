@@ -14,11 +14,11 @@ from itertools import groupby
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
 from apportion.engines.base import Key, Request, Sampling
 from apportion.engines.rows import Run, runs_of
-from apportion.engines.slots import SlotCache, SlotLayer
+from apportion.engines.slots import SlotCache, SlotLayer, piece_of
 from apportion.engines.transformers import TransformersEngine
 from apportion.engines.trees import Leaf, Node, Piece, Rule, Tree
 from apportion.errors import InputError
@@ -53,16 +53,6 @@ class TreeCache(SlotCache):
                 columns = slice(at, at + source.keys.shape[2])
                 layer.keys[slots, :, columns], layer.values[slots, :, columns] = source.keys, source.values
             at = columns.stop
-
-
-def piece_of(cache: Cache, row: int, start: int, end: int) -> Piece:
-    """A copy of one row's keys and values, columns `start` to `end`."""
-    piece = []
-    for layer in cache.layers:
-        part = DynamicLayer()
-        part.keys, part.values = (t[row : row + 1, :, start:end].clone() for t in (layer.keys, layer.values))
-        piece.append(part)
-    return piece
 
 
 class TreeSampler(TransformersEngine):
@@ -138,7 +128,7 @@ class TreeSampler(TransformersEngine):
         ):
             if got < least:
                 raise InputError(limit, got, f"at least {least}, which one tree of {self.name} may need")
-        if not self._scorer.sliceable(width):
+        if not self.scorer.sliceable(width):
             raise InputError("model", type(self.model).__name__, "full attention in every layer, for tree rollouts")
         trees = [
             Tree(i, Key(run, step, name, sample=-1, position=0), tuple(ids), bounds.limit, self.counts)
@@ -146,7 +136,7 @@ class TreeSampler(TransformersEngine):
         ]
         at_once = min(len(trees), self.max_tree_tokens // need)
         slots = min(at_once * bounds.rows, self.max_batch, self.max_cache_tokens // width)
-        with self._scorer.measuring():
+        with self.scorer.measuring():
             self._grow(deque(trees), at_once, TreeCache(slots, width), sampling)
         return [leaf for tree in trees for leaf in tree.leaves or ()]
 
@@ -202,8 +192,8 @@ class TreeSampler(TransformersEngine):
         ids_TW = torch.tensor([[*tree.prompt, *[self.pad_id] * (width - len(tree.prompt))] for tree in trees])
         # No mask: padding is on the right, where causal attention does not look.
         ends = sorted({len(tree.prompt) - 1 for tree in trees})
-        keep = torch.tensor(ends, device=self._scorer.device)
-        logits_TEV, cache = self._forward(ids_TW, DynamicCache(), logits_to_keep=keep)
+        keep = torch.tensor(ends, device=self.scorer.device)
+        logits_TEV, cache = self.forward(ids_TW, DynamicCache(), logits_to_keep=keep)
         for row, tree in enumerate(trees):
             tree.root.piece = piece_of(cache, row, 0, len(tree.prompt))
             tree.root.logits = logits_TEV[row, ends.index(len(tree.prompt) - 1)].clone()
@@ -217,7 +207,7 @@ class TreeSampler(TransformersEngine):
             assert parent is not None and parent.logits is not None
             prefix = (*node.tree.prompt, *parent.response)
             request = Request(parent.key, prefix, samples=1, budget=node.budget, first=node.place[-1])
-            (run,) = runs_of(request, sampling, len(parent.logits), self._scorer.device)
+            (run,) = runs_of(request, sampling, len(parent.logits), self.scorer.device)
             branches.append(Branch(node, run))
             logits.append(parent.logits)
         self._draw(branches, torch.stack(logits), sampling)
@@ -226,7 +216,7 @@ class TreeSampler(TransformersEngine):
     def _advance(self, cache: TreeCache, branches: Sequence[Branch], sampling: Sampling) -> None:
         """Feeds the last token of every branch. Those without budget left are grown by it, the others draw."""
         last_B, cached_B = np.array([(branch.run.tokens[-1], branch.run.cached) for branch in branches]).T
-        logits_BV = self._step(cache, last_B.copy(), cached_B.copy())
+        logits_BV = self.step(cache, last_B.copy(), cached_B.copy())
         drawing = [row for row, branch in enumerate(branches) if not branch.run.over]
         for row, branch in enumerate(branches):
             if branch.run.over:

@@ -14,6 +14,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from apportion.engines.base import Request
 
+# Keys and values of some rows, a layer of the model each.
+Layers = Sequence[DynamicLayer]
+
 
 class SlotLayer(DynamicLayer):
     """Keys and values of one layer, allocated once; each row is a continuation with a length of its own.
@@ -57,10 +60,10 @@ class SlotCache(Cache):
         self.layers: list[SlotLayer] = []
         self.slots, self.width = slots, width
 
-    def place(self, slots: Sequence[int], prefilled: Cache, row: int, length: int) -> None:
+    def place(self, slots: Sequence[int], prefilled: Layers, row: int, length: int) -> None:
         """Gives these slots the first `length` tokens of one row of a prefilled cache."""
-        self.layers = self.layers or [SlotLayer(layer, self.slots, self.width) for layer in prefilled.layers]
-        for layer, source in zip(self.layers, prefilled.layers, strict=True):
+        self.layers = self.layers or [SlotLayer(layer, self.slots, self.width) for layer in prefilled]
+        for layer, source in zip(self.layers, prefilled, strict=True):
             layer.keys[slots, :, :length] = source.keys[row, :, :length]
             layer.values[slots, :, :length] = source.values[row, :, :length]
 
@@ -77,12 +80,26 @@ class SlotCache(Cache):
             layer.rows_B, layer.length_B, layer.width = rows_B, length_B, width
 
 
+def piece_of(cache: Cache, row: int, start: int, end: int) -> list[DynamicLayer]:
+    """A copy of one row's keys and values, columns `start` to `end`."""
+    piece = []
+    for layer in cache.layers:
+        part = DynamicLayer()
+        part.keys, part.values = (t[row : row + 1, :, start:end].clone() for t in (layer.keys, layer.values))
+        piece.append(part)
+    return piece
+
+
 @dataclass
 class Trunk:
-    """A prefix that is prefilled once, and the requests whose prefixes are its opening or all of it."""
+    """A prefix that is prefilled once, and the requests whose prefixes are its opening or all of it.
+
+    `rollouts`: their continuations are responses of the batch, which may be continued in turn.
+    """
 
     ids: tuple[int, ...]
     requests: list[Request] = field(default_factory=list)
+    rollouts: bool = False
 
     @property
     def budget(self) -> int:

@@ -1,26 +1,25 @@
 """Continuations from a transformers model in memory: one prefill a prefix, continuations decoded together.
 
-Shapes: _T trunks (distinct prefixes of one prefill), _E ends of requests in them, _Q these requests,
-_M continuations of a request, _B running continuations, _W columns of the cache, _N tokens, _V vocabulary.
+Shapes: _M continuations of a request, _B running continuations, _W columns of the cache, _N tokens, _V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
-from apportion.engines.base import Continuation, Request, Sampling, asked_of
-from apportion.engines.rows import Ready, Rows, Run, runs_of, seen_of
+from apportion.engines.base import Continuation, Request, Rollout, Sampling, asked_of
+from apportion.engines.rows import Decided, Run, runs_of, seen_of
 from apportion.engines.sampling import draw, filtered
 from apportion.engines.scoring import Scorer
-from apportion.engines.slots import SlotCache, Trunk, trunks_of
+from apportion.engines.slots import SlotCache
+from apportion.engines.stream import Stream
 from apportion.errors import InputError
 from apportion.measure.tokens import token_logprobs_and_entropies
 
@@ -47,8 +46,11 @@ class TransformersEngine:
         max_batch: continuations decoded at once.
         max_cache_tokens: slots times the longest sequence; caps the batch on long sequences.
         prefill_tokens: padded tokens of one prefill; a longer prefix is prefilled alone.
+        decided: asked with the new tokens of a continuation, every 8 of them, whether they decide its verdict, which
+            ends it; None: continuations go on to a stop token or the end of their budget. Rollouts always do.
 
     Attributes:
+        scorer: the model as it is measured with.
         cost: what was spent so far; tokens of a continuation count when it is returned.
 
     Raises:
@@ -64,6 +66,7 @@ class TransformersEngine:
         max_batch: int = 256,
         max_cache_tokens: int = 131_072,
         prefill_tokens: int = 2_048,
+        decided: Decided | None = None,
     ) -> None:
         limits = {
             "max_batch": max_batch,
@@ -73,10 +76,10 @@ class TransformersEngine:
         for name, value in limits.items():
             if value < 1:
                 raise InputError(name, value, "at least 1")
-        self._scorer = Scorer(model, pad_id)
-        self.model: Any = self._scorer.model
-        self.cost = self._scorer.cost
-        self.pad_id, self.max_batch = pad_id, max_batch
+        self.scorer = Scorer(model, pad_id)
+        self.model: Any = self.scorer.model
+        self.cost = self.scorer.cost
+        self.pad_id, self.max_batch, self.decided = pad_id, max_batch, decided
         self.max_cache_tokens, self.prefill_tokens = max_cache_tokens, prefill_tokens
 
     def continuations(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[Continuation]:
@@ -87,16 +90,45 @@ class TransformersEngine:
         """
         requests = asked_of(requests)
         longest = max((len(r.prefix_ids) + r.budget for r in requests), default=0)
+        if not self.scorer.sliceable(longest):
+            self._fits(longest)
+            yield from self._measured(self._decode_alone(requests, sampling))
+        elif requests:
+            samples, budget = sum(r.samples for r in requests), max(r.budget for r in requests)
+            stream = self.stream(sampling, longest, budget, samples)
+            stream.add(requests)
+            yield from self.read(stream)
+
+    def stream(self, sampling: Sampling, longest: int, budget: int, samples: int | None = None) -> Stream:
+        """An empty `Stream` for sequences of up to `longest` tokens, `budget` of them new.
+
+        Args:
+            samples: the most continuations there will be, where that is known.
+
+        Raises:
+            InputError: sequences that do not fit `max_cache_tokens`, or a model that does not keep every key of them.
+        """
+        self._fits(longest)
+        if not self.scorer.sliceable(longest):
+            raise InputError("model", type(self.model).__name__, f"full attention over {longest} tokens in every layer")
+        slots = min(self.max_batch, self.max_cache_tokens // longest, samples or self.max_batch)
+        return Stream(self, sampling, slots, longest, budget)
+
+    def read(self, stream: Stream) -> Generator[Continuation, None, None]:
+        """Yields what the stream ends, as it does; rollouts are not counted as generated."""
+        yield from self._measured(stream.run())
+
+    def _fits(self, longest: int) -> None:
         if longest > self.max_cache_tokens:
             raise InputError("max_cache_tokens", self.max_cache_tokens, f"at least the longest sequence, {longest}")
-        decode = self._decode_slots if self._scorer.sliceable(longest) else self._decode_alone
-        work = decode(requests, sampling)
+
+    def _measured(self, work: Iterator[list[Continuation]]) -> Iterator[Continuation]:
         while True:
-            with self._scorer.measuring():
+            with self.scorer.measuring():
                 done = next((done for done in work if done), None)
             if done is None:
                 return
-            self.cost.generated += sum(len(continuation.token_ids) for continuation in done)
+            self.cost.generated += sum(len(c.token_ids) for c in done if not isinstance(c, Rollout))
             yield from done
 
     def score(
@@ -115,86 +147,22 @@ class TransformersEngine:
         # The last token predicts nothing that is asked for.
         starts = [0, *range(from_position, len(prefix_ids) - 1, chunk), len(prefix_ids) - 1]
         cache, parts = None, []
-        with self._scorer.measuring():
+        with self.scorer.measuring():
             for start, stop in pairwise(starts):
                 keep = 1 if start == 0 else stop - start
-                logits_1NV, cache = self._forward(ids_1N[:, start:stop], cache, logits_to_keep=keep)
+                logits_1NV, cache = self.forward(ids_1N[:, start:stop], cache, logits_to_keep=keep)
                 targets_N = ids_1N[0, stop + 1 - keep : stop + 1].to(logits_1NV.device)
                 parts.append(token_logprobs_and_entropies(logits_1NV[0], targets_N, temperature, chunk))
         logprob, entropy = (torch.cat(values).cpu() for values in zip(*parts, strict=True))
         return logprob, entropy
 
-    def _decode_slots(self, requests: Sequence[Request], sampling: Sampling) -> Iterator[list[Continuation]]:
-        """Continuous batching over slots that start from slices of prefilled trunks."""
-        width = max((len(r.prefix_ids) + r.budget for r in requests), default=1)
-        slots = min(sum(r.samples for r in requests), self.max_batch, self.max_cache_tokens // width)
-        waiting, ready = deque(trunks_of(requests)), deque[Ready]()
-        longest = max((r.budget for r in requests), default=1)
-        cache, rows = SlotCache(slots, width), Rows(slots, longest, sampling.stop_ids)
-        while True:
-            while (free := rows.free) and (ready or waiting):
-                if not ready:
-                    ended, started = self._prefill(waiting, sampling)
-                    ready.extend(started)
-                    yield ended
-                    continue
-                group = ready[0]
-                taken = free[: len(group.runs)]
-                cache.place(taken, group.cache, group.row, group.runs[0].cached)
-                for slot in taken:
-                    rows.start(slot, group.runs.pop())
-                if not group.runs:
-                    ready.popleft()
-            count = rows.compact(cache)
-            if not count:
-                return
-            logits_BV = self._step(cache, rows.last_S[:count], rows.cached_S[:count])
-            seen_BV = None if rows.seen_SV is None else rows.seen_SV[:count]
-            uniform_B1 = torch.from_numpy(rows.uniform_S[:count, None]).to(self._scorer.device)
-            token_B1 = draw(filtered(logits_BV, sampling, seen_BV), uniform_B1)
-            yield rows.take(token_B1[:, 0].cpu().numpy())
-
-    def _prefill(self, waiting: deque[Trunk], sampling: Sampling) -> tuple[list[Continuation], list[Ready]]:
-        """Prefills the next trunks in one forward and draws the first token of all their continuations.
-
-        Returns what that token already ended, and the rest, grouped by request.
-        """
-        trunks = [waiting.popleft()]
-        width = len(trunks[0].ids)
-        while waiting and (len(trunks) + 1) * max(width, len(waiting[0].ids)) <= self.prefill_tokens:
-            trunks.append(waiting.popleft())
-            width = max(width, len(trunks[-1].ids))
-        ids_TW = torch.tensor([[*t.ids, *[self.pad_id] * (width - len(t.ids))] for t in trunks])
-        requests = [request for trunk in trunks for request in trunk.requests]
-        row_Q = [row for row, trunk in enumerate(trunks) for _ in trunk.requests]
-        # No mask: padding is on the right, where causal attention does not look.
-        ends = sorted({len(request.prefix_ids) - 1 for request in requests})
-        logits_TEV, cache = self._forward(
-            ids_TW, DynamicCache(), logits_to_keep=torch.tensor(ends, device=self._scorer.device)
-        )
-        logits_QV = logits_TEV[row_Q, [ends.index(len(request.prefix_ids) - 1) for request in requests]]
-        runs_Q = [runs_of(request, sampling, logits_QV.shape[1], self._scorer.device) for request in requests]
-        uniform_QM = np.zeros((len(requests), max(map(len, runs_Q))))
-        for uniform_M, runs in zip(uniform_QM, runs_Q, strict=True):
-            uniform_M[: len(runs)] = [run.next_uniform for run in runs]
-        scores_QV = filtered(logits_QV, sampling, seen_of([runs[0] for runs in runs_Q]))
-        tokens_QM = draw(scores_QV, torch.from_numpy(uniform_QM).to(self._scorer.device))
-        ended, ready = [], []
-        for row, runs, tokens in zip(row_Q, runs_Q, tokens_QM.tolist(), strict=True):
-            for run, token in zip(runs, tokens, strict=False):
-                run.take(token, sampling.stop_ids)
-            ended += [run.result for run in runs if run.over]
-            if going := [run for run in runs if not run.over]:
-                ready.append(Ready(cache, row, going))
-        return ended, ready
-
-    def _step(self, cache: SlotCache, last_B: np.ndarray, cached_B: np.ndarray) -> Tensor:
+    def step(self, cache: SlotCache, last_B: np.ndarray, cached_B: np.ndarray) -> Tensor:
         """(B, V) logits after the last token of each running row, of which the cache holds `cached_B` before it."""
-        length_B, width = torch.from_numpy(cached_B).to(self._scorer.device), int(cached_B.max()) + 1
+        length_B, width = torch.from_numpy(cached_B).to(self.scorer.device), int(cached_B.max()) + 1
         cache.aim(length_B, width)
-        logits_B1V, _ = self._forward(
+        logits_B1V, _ = self.forward(
             torch.from_numpy(last_B)[:, None], cache, logits_to_keep=1,
-            attention_mask=torch.arange(width, device=self._scorer.device) <= length_B[:, None],
+            attention_mask=torch.arange(width, device=self.scorer.device) <= length_B[:, None],
             position_ids=length_B[:, None],
         )  # fmt: skip
         return logits_B1V[:, -1]
@@ -203,12 +171,12 @@ class TransformersEngine:
         """Each request in a batch of its own, rows of one length, with the model's own kind of cache."""
         for request in sorted(requests, key=lambda r: -r.budget):
             at_once = min(self.max_batch, self.max_cache_tokens // (len(request.prefix_ids) + request.budget))
-            runs_M = runs_of(request, sampling, self.model.config.get_text_config().vocab_size, self._scorer.device)
+            runs_M = runs_of(request, sampling, self.model.config.get_text_config().vocab_size, self.scorer.device)
             for runs in (runs_M[i : i + at_once] for i in range(0, len(runs_M), at_once)):
                 ids_BN, cache = torch.tensor([request.prefix_ids] * len(runs)), None
                 going = list(runs)
                 while going:
-                    logits_B1V, cache = self._forward(ids_BN, cache, logits_to_keep=1)
+                    logits_B1V, cache = self.forward(ids_BN, cache, logits_to_keep=1)
                     # Rows that ended stay in the batch, ignored: not every cache can drop a row.
                     self._extend(runs, logits_B1V[:, -1], sampling)
                     ids_BN = torch.tensor([[run.tokens[-1]] for run in runs])
@@ -217,14 +185,16 @@ class TransformersEngine:
 
     def _extend(self, runs: Sequence[Run], logits_BV: Tensor, sampling: Sampling) -> None:
         """Draws a token for each continuation that is not over."""
-        u_B1 = torch.tensor([[run.next_uniform] for run in runs], dtype=torch.float64, device=self._scorer.device)
+        u_B1 = torch.tensor([[run.next_uniform] for run in runs], dtype=torch.float64, device=self.scorer.device)
         tokens_B1 = draw(filtered(logits_BV, sampling, seen_of(runs)), u_B1)
         for run, token in zip(runs, tokens_B1[:, 0].tolist(), strict=True):
             if not run.over:
                 run.take(token, sampling.stop_ids)
+                if self.decided is not None:
+                    run.ask(self.decided)
 
-    def _forward(self, ids_BN: Tensor, cache: Cache | None, **rest: Any) -> tuple[Tensor, Cache]:
-        name = self._scorer.cache_name
-        self._scorer.count(ids_BN.numel())
-        out = self.model(input_ids=ids_BN.to(self._scorer.device), use_cache=True, **{name: cache}, **rest)
+    def forward(self, ids_BN: Tensor, cache: Cache | None, **rest: Any) -> tuple[Tensor, Cache]:
+        name = self.scorer.cache_name
+        self.scorer.count(ids_BN.numel())
+        out = self.model(input_ids=ids_BN.to(self.scorer.device), use_cache=True, **{name: cache}, **rest)
         return out.logits, getattr(out, name)

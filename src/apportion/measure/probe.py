@@ -5,48 +5,20 @@ Engine-agnostic: everything is matched by key and number, never by order. Shapes
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 from apportion.engines.base import Continuation, ContinuationEngine, Key, Request, Sampling
 from apportion.errors import InputError
 from apportion.measure.ahead import ahead
 from apportion.measure.evidence import Continuations
 from apportion.measure.plan import Job
+from apportion.measure.wave import Decode, Grade, Probe, Wave
 from apportion.rollouts import Rollouts
 
-# Rows of the batch, full responses as token ids, the same decoded; None where the verifier abstains.
-Grade = Callable[[list[int], list[list[int]], list[str]], Sequence[float | None]]
-Decode = Callable[[list[int]], str]
-
-_GRADED_AT_ONCE = 64
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One graded continuation of the state before token `position` of response `row`.
-
-    Attributes:
-        m: its number among that state's continuations.
-        token_ids: the new tokens, stop token included.
-        text: the full response as graded: kept tokens and continuation, decoded in one go.
-        reward: None where the verifier abstained.
-        finish: "length" where the budget ran out before a stop token.
-        rescued: the answer cue was appended (see `Rescue`).
-    """
-
-    row: int
-    position: int
-    m: int
-    token_ids: tuple[int, ...]
-    text: str
-    reward: float | None
-    finish: Literal["stop", "length"]
-    rescued: bool
-    key: Key
+GRADED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -75,70 +47,6 @@ class Rescue:
             raise InputError("rescue.tokens", self.tokens, f"more than the cue's {len(self.cue_ids)} tokens")
 
 
-def requests_of(
-    rollouts: Rollouts,
-    jobs: Sequence[Job],
-    *,
-    run: str,
-    step: int,
-    max_new_tokens: int,
-    first: int = 0,
-    fresh_budget: int = 0,
-) -> list[Request]:
-    """A request for each job; one whose position leaves no budget, `max_new_tokens` − position, is dropped.
-
-    Args:
-        max_new_tokens: the length limit T_max of a response, as in the rollouts.
-        first: number of the first continuation. A second wave starts where the first ended (at the largest
-            `samples` of its jobs), so that no random stream is used twice.
-        fresh_budget: tokens that every continuation may use, whatever its prefix has used; 0 for none.
-
-    Raises:
-        InputError: no `prompt_ids`, groups that share a name, a position outside its response, or two jobs
-            for one state.
-    """
-    if rollouts.prompt_ids is None:
-        raise InputError("prompt_ids", "none", "the prompt's token ids for every group: prefixes start with them")
-    if rollouts.names and len(set(rollouts.names)) < len(rollouts.names):
-        twice = next(name for name in rollouts.names if rollouts.names.count(name) > 1)
-        raise InputError("names", f"{twice!r} twice", "one name a group", "number a prompt's occurrences")
-    prompts = [ids.tolist() for ids in rollouts.prompt_ids]
-    requests: dict[Key, Request] = {}
-    for job, key in zip(jobs, _keys(rollouts, jobs, run, step), strict=True):
-        length, start = int(rollouts.length[job.row]), int(rollouts.offsets[job.row])
-        if not 0 <= job.position < length:
-            raise InputError(f"job of row {job.row}", f"position {job.position}", f"0 to {length - 1}")
-        if key in requests:
-            raise InputError(f"job of row {job.row}", f"position {job.position} twice", "one job a state")
-        kept = rollouts.token_ids[start : start + job.position].tolist()
-        prefix = (*prompts[int(rollouts.group[job.row])], *kept)
-        budget = fresh_budget or max_new_tokens - job.position
-        requests[key] = Request(key, prefix, job.samples, budget, first)
-    return [request for request in requests.values() if request.budget >= 1]
-
-
-def shard(requests: Sequence[Request], rank: int, world: int) -> list[Request]:
-    """The requests that one of `world` ranks answers; every rank computes the same split, some may get none.
-
-    The most expensive request first, each goes to the least loaded rank; its cost is the new tokens it may
-    take, samples × budget [ours].
-
-    Raises:
-        InputError: a rank outside 0 … world−1.
-    """
-    if not 0 <= rank < world:
-        raise InputError("rank", rank, f"0 to {world - 1}")
-    loads = [(0, each) for each in range(world)]
-    mine = []
-    cost = [request.samples * request.budget for request in requests]
-    for i in sorted(range(len(requests)), key=lambda i: (-cost[i], i)):
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + cost[i], least))
-        if least == rank:
-            mine.append(i)
-    return [requests[i] for i in sorted(mine)]
-
-
 def probe(
     rollouts: Rollouts,
     jobs: Sequence[Job],
@@ -147,14 +55,8 @@ def probe(
     grade: Grade,
     decode: Decode,
     *,
-    run: str,
-    step: int,
-    max_new_tokens: int,
-    first: int = 0,
-    fresh_budget: int = 0,
     rescue: Rescue | None = None,
-    rank: int = 0,
-    world: int = 1,
+    **which: Any,
 ) -> list[Probe]:
     """Has this rank's share of the jobs continued and graded, the first of them while the rest are decoded.
 
@@ -163,52 +65,32 @@ def probe(
         grade: the rollouts' verifier, called in this thread with up to 64 full responses at a time, as they come.
             Not called where there is nothing to grade.
         decode: token ids to text.
+        which: run, step, max_new_tokens and the other settings of a `Wave`.
 
     Returns:
         Probes in the order of the jobs and of m, whatever the engine's order; what it lost is missing.
 
     Raises:
-        InputError: see `requests_of` and `shard`; a continuation that was not asked for or does not keep to
-            its budget; a number of grades that is not that of the responses.
+        InputError: see `Wave`; a continuation that was not asked for or does not keep to its budget; a number of
+            grades that is not that of the responses.
     """
-    asked = requests_of(
-        rollouts, jobs, run=run, step=step, max_new_tokens=max_new_tokens, first=first, fresh_budget=fresh_budget
-    )
-    requests = {request.key: request for request in shard(asked, rank, world)}
-    row = dict(zip(_keys(rollouts, jobs, run, step), (job.row for job in jobs), strict=True))
-
-    def response(c: Continuation) -> list[int]:
-        prefix = requests[c.key].prefix_ids
-        return [*prefix[len(prefix) - c.key.position :], *c.token_ids]
-
-    probes: dict[tuple[Key, int], Probe] = {}
-
-    def keep(found: Sequence[Continuation]) -> None:
-        rows, responses = [row[c.key] for c in found], [response(c) for c in found]
-        texts = [decode(ids) for ids in responses]
-        rewards = grade(rows, responses, texts) if found else []
-        if len(rewards) != len(found):
-            raise InputError("grade", f"{len(rewards)} rewards", f"{len(found)}, one a response, None to abstain")
-        for i, c, text, reward in zip(rows, found, texts, rewards, strict=True):
-            known = None if reward is None or reward != reward else float(reward)
-            probes[c.key, c.m] = Probe(
-                i, c.key.position, c.m, c.token_ids, text, known, c.finish, c.rescued, c.key
-            )  # fmt: skip
+    wave = Wave(rollouts, jobs, decode, **which)
+    requests = wave.requests
 
     def cut(c: Continuation) -> bool:
         """Whether the budget ended it without an answer, and an answer can be asked for."""
         if rescue is None or c.finish != "length" or requests[c.key].budget <= rescue.tokens:
             return False
-        return not rescue.has_answer(decode(response(c)))
+        return not rescue.has_answer(wave.text(c))
 
     first_wave = list(requests.values())
     if rescue is not None:
         first_wave = [_reserved(request, rescue) for request in first_wave]
     unanswered: dict[tuple[Key, int], Continuation] = {}
-    with closing(ahead(_checked(engine, first_wave, sampling), _GRADED_AT_ONCE)) as sampled:
+    with closing(ahead(_checked(engine, first_wave, sampling), GRADED_AT_ONCE)) as sampled:
         for found in sampled:
             unanswered |= {(c.key, c.m): c for c in found if cut(c)}
-            keep([c for c in found if (c.key, c.m) not in unanswered])
+            wave.keep([c for c in found if (c.key, c.m) not in unanswered], grade)
     if rescue is not None and unanswered:
         greedy = replace(sampling, top_k=1, top_p=1.0, min_p=0.0)
         cued = {(c.key, c.m): (*c.token_ids, *rescue.cue_ids) for c in unanswered.values()}
@@ -216,12 +98,14 @@ def probe(
             Request(key, requests[key].prefix_ids + ids, 1, rescue.tokens - len(rescue.cue_ids), m)
             for (key, m), ids in cued.items()
         ]
-        with closing(ahead(_checked(engine, answers, greedy), _GRADED_AT_ONCE)) as rescued:
+        with closing(ahead(_checked(engine, answers, greedy), GRADED_AT_ONCE)) as rescued:
             for found in rescued:
-                keep([replace(c, token_ids=cued[c.key, c.m] + c.token_ids, rescued=True) for c in found])
-        keep([c for pair, c in unanswered.items() if pair not in probes])
-    pairs = ((request.key, m) for request in requests.values() for m in range(first, first + request.samples))
-    return [probes[pair] for pair in pairs if pair in probes]
+                whole = [replace(c, token_ids=cued[c.key, c.m] + c.token_ids, rescued=True) for c in found]
+                wave.keep(whole, grade)
+                for c in whole:
+                    del unanswered[c.key, c.m]
+        wave.keep(list(unanswered.values()), grade)
+    return wave.probes
 
 
 def evidence_of(rollouts: Rollouts, jobs: Iterable[Job], probes: Iterable[Probe]) -> Continuations:
@@ -249,11 +133,6 @@ def evidence_of(rollouts: Rollouts, jobs: Iterable[Job], probes: Iterable[Probe]
         rollouts,
         [(*pivot, list(rewards[state].values())) for state, served in pivots.items() for pivot in served],
     )
-
-
-def _keys(rollouts: Rollouts, jobs: Sequence[Job], run: str, step: int) -> list[Key]:
-    """The key of each job's state."""
-    return [Key(run, step, rollouts.name(job.row), rollouts.sample[job.row], job.position) for job in jobs]
 
 
 def _reserved(request: Request, rescue: Rescue) -> Request:

@@ -154,21 +154,25 @@ function strip(r, creditAt, scale) {
     "aria-hidden": "true" }, parts);
 }
 
-function metricChart(name, steps, values, current) {
-  const W = 220, H = 74, points = steps.map((s, i) => [s, values[i]]).filter((p) => p[1] !== null);
-  const ys = points.map((p) => p[1]), low = Math.min(...ys), high = Math.max(...ys);
+// `expected`: what was predicted of each step, or nothing; drawn as a dashed line on the same scale.
+function metricChart(name, steps, values, current, expected) {
+  const W = 220, H = 74, pointsOf = (list) => steps.map((s, i) => [s, list[i]]).filter((p) => p[1] !== null);
+  const points = pointsOf(values), told = pointsOf(expected || steps.map(() => null));
+  const all = [...points, ...told].map((p) => p[1]), own = points.map((p) => p[1]);
+  const low = Math.min(...all), high = Math.max(...all);
   const first = steps[0], span = steps[steps.length - 1] - first || 1, rise = high - low || 1;
   const x = (s) => 4 + ((s - first) / span) * (W - 8);
   const y = (v) => (high === low ? H / 2 : 6 + (1 - (v - low) / rise) * (H - 12));
-  const d = points.map(([s, v], i) => `${i ? "L" : "M"}${x(s).toFixed(1)},${y(v).toFixed(1)}`).join("");
+  const line = (list) => list.map(([s, v], i) => `${i ? "L" : "M"}${x(s).toFixed(1)},${y(v).toFixed(1)}`).join("");
   const here = points.find((p) => p[0] === current);
-  const last = points[points.length - 1];
+  const last = points[points.length - 1], said = told.length ? `, predicted ${short(told[told.length - 1][1])}` : "";
   return el("figure", { class: "metric" },
     el("figcaption", null, el("span", null, name.split(/(?<=[/_])/).map((word) => [word, el("wbr")])), el("b", null, short(here ? here[1] : last[1]))),
     svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label":
-      `${name}: from ${short(points[0][1])} at step ${points[0][0]} to ${short(last[1])} at step ${last[0]}` },
+      `${name}: from ${short(points[0][1])} at step ${points[0][0]} to ${short(last[1])} at step ${last[0]}${said}` },
       svg("line", { x1: 4, x2: W - 4, y1: H - 2, y2: H - 2, class: "grid" }),
-      svg("path", { d, class: "metric-line" }),
+      told.length ? svg("path", { d: line(told), class: "metric-told" }) : null,
+      svg("path", { d: line(points), class: "metric-line" }),
       here && svg("circle", { cx: x(here[0]), cy: y(here[1]), r: 3.5, class: "metric-here" })),
-    el("p", { class: "range" }, `${short(low)} to ${short(high)}`));
+    el("p", { class: "range" }, `${short(Math.min(...own))} to ${short(Math.max(...own))}${said}`));
 }

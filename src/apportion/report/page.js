@@ -273,8 +273,8 @@ const FIRST = ["reward", "credit/acr", "p99", "probe/ratio"];
 function drawMetrics() {
   const { step, series } = data.metrics;
   const rank = (name) => { const i = FIRST.findIndex((word) => name.includes(word)); return i < 0 ? FIRST.length : i; };
-  const names = Object.keys(series).sort((a, b) => rank(a) - rank(b));
-  const draw = (list) => list.map((name) => metricChart(name, step, series[name], state.step.step));
+  const names = Object.keys(series).filter((n) => !n.startsWith("predicted/")).sort((a, b) => rank(a) - rank(b));
+  const draw = (list) => list.map((n) => metricChart(n, step, series[n], state.step.step, series[`predicted/${n}`]));
   const main = names.filter((name) => rank(name) < FIRST.length).slice(0, 8), rest = names.filter((n) => !main.includes(n));
   const open = $("metrics").querySelector("details")?.open;
   fill($("metrics"), ...draw(main.length ? main : rest),

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from apportion.credit.registry import method_class
 from apportion.errors import InputError
 from apportion.records import RunFolder
+from apportion.report.beside import beside, cells, heading, is_predicted
 from apportion.report.escape import embeddable_json, visible
 from apportion.report.view import SCHEMA, conserves, step_view
 
@@ -69,7 +70,7 @@ def write_page(
 def page_data(
     folder: RunFolder, step: int | None, response: int | None, max_steps: int, max_bytes: int
 ) -> dict[str, Any]:
-    """What the page embeds: `schema`, `run`, `steps` (see view.py), `start`, `metrics`, `left_out`."""
+    """What the page shows: `schema`, `run`, `steps` (see view.py), `start`, `metrics`, `beside`, `left_out`."""
     recorded = find_steps(folder, step)
     chosen = recorded[-max_steps:]
     left_out: list[str] = []
@@ -89,7 +90,7 @@ def page_data(
     return {
         "schema": SCHEMA, "run": visible(folder.path.resolve().name, 200), "steps": steps,
         "start": {"step": steps[-1]["step"], "row": start_row(steps[-1], response)},
-        "metrics": metric_series(folder.metrics()), "left_out": left_out,
+        "metrics": metric_series(rows := folder.metrics()), "beside": beside(rows), "left_out": left_out,
     }  # fmt: skip
 
 
@@ -173,8 +174,20 @@ def render(path: Path, data: dict[str, Any]) -> str:
         script=Markup(script), script_hash=_source_hash(script),
         style=Markup(style), style_hash=_source_hash(style),
         run=data["run"], last=last, settings=_settings(last["settings"]), summary=_summary(last["method"]),
-        left_out=data["left_out"], config=visible(resolved, 20_000),
+        left_out=data["left_out"], phases=_phases(data["beside"]), config=visible(resolved, 20_000),
     )  # fmt: skip
+
+
+def _phases(table: dict[str, Any]) -> dict[str, Any]:
+    """The table of seconds by phase, and of what else was predicted, in words."""
+    told = is_predicted(table)
+    return {
+        "title": "Seconds by phase, predicted beside measured" if told else "Seconds by phase",
+        "heading": heading(table),
+        "rows": [[visible(cell, 80) for cell in cells(row)] for row in table["rows"]],
+        "note": "Predicted from the configuration and the machine, before the run; dashed lines below are the same."
+        if told else "No cost was predicted for this run; its log says why.",
+    }  # fmt: skip
 
 
 def _source_hash(source: str) -> str:

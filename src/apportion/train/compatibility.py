@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from apportion.credit.baselines import GRPO
 from apportion.credit.method import CreditMethod
+from apportion.credit.pipeline import stages_of
 from apportion.errors import InputError
 from apportion.train.trees import tree_method, tree_rule
 
@@ -50,6 +51,13 @@ def check_config(args: CreditConfig, method: CreditMethod) -> None:
         )  # fmt: skip
     if "tree" in method.needs:
         _refuse(_trees(args, method))
+    if args.stream:
+        _refuse(_streaming(args, method))
+    if args.probe_stop is not None and args.probe_engine != "transformers":
+        raise InputError(
+            "probe_stop", repr(args.probe_stop), "none with probe_engine='vllm', which is not asked between tokens",
+            "leave it out, or set probe_engine='transformers'",
+        )  # fmt: skip
 
 
 def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
@@ -84,10 +92,9 @@ def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
     if columns:
         rows = trainer.train_dataset.select_columns([c for c in ("prompt", "span") if c in columns])
         check_data(method, columns, rows, trainer.step_verifier is not None)
-    if "tree" in method.needs and trainer.accelerator.num_processes > 1:
-        raise InputError(
-            "num_processes", trainer.accelerator.num_processes, f"1: {method.name}'s trees grow in one process"
-        )
+    if ("tree" in method.needs or trainer.args.stream) and trainer.accelerator.num_processes > 1:
+        why = "a stream runs in one process" if trainer.args.stream else f"{method.name}'s trees grow in one process"
+        raise InputError("num_processes", trainer.accelerator.num_processes, f"1: {why}")
 
 
 def check_data(method: CreditMethod, columns: Collection[str], rows: Iterable[Any], step_verifier: bool) -> None:
@@ -111,6 +118,23 @@ def check_data(method: CreditMethod, columns: Collection[str], rows: Iterable[An
             if not isinstance(span, str) or not span or not any(span in text for text in texts if text):
                 got = repr(span if not isinstance(span, str) or len(span) <= 60 else span[:57] + "...")
                 raise InputError(f"span of row {number}", got, "a part of the row's prompt, as it stands in its text")
+
+
+def _streaming(args: Any, method: CreditMethod) -> Iterator[Refusal]:
+    probing = "continuations" in method.needs and not (_MEASURED - {"continuations"}) & method.needs
+    yield (
+        len(stages_of(method)) > 1 or not probing, "stream", f"True with {method.name}",
+        "False: only the probes of one method that measures nothing but continuations join the rollouts",
+        "leave it out, or use probepo, vineppo or spo_chain",
+    )  # fmt: skip
+    yield (
+        args.use_vllm or args.probe_engine != "transformers", "stream", "True with vLLM",
+        "False: it is a loop of our own engine over the trained model", "leave it out",
+    )  # fmt: skip
+    yield (
+        args.rescue_cue is not None, "stream", "True with rescue_cue", "one of the two: what is rescued is asked twice",
+        "leave one of them out",
+    )  # fmt: skip
 
 
 def _trees(args: Any, method: CreditMethod) -> Iterator[Refusal]:

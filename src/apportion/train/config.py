@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -36,6 +37,11 @@ class CreditConfig(GRPOConfig):
             `use_vllm=True`, else one of our own in this process, made from the model and updated before it measures.
         probe_gap: mean difference, in nats, between vLLM's and the trainer's log-probabilities of the probed prefixes
             above which a warning is given [ours].
+        stream: the probing engine samples the rollouts as well ([ours]; methods that probe, one process): a group is
+            graded and probed as soon as its last rollout has ended, from the rollouts' own cache. Off, TRL samples.
+        probe_stop: regular expression; a probe ends where its new text holds a match, looked for every 8 tokens
+            ([ours]). Rollouts go on, so what a policy would still change after its answer is not seen. None: no such
+            end.
         rescue_cue: text that a probe cut off by the length limit gets appended before at most `rescue_tokens`
             greedy tokens ([ours]; ProbePO's appendix C names the rescue). None: no rescue.
         rescue_answer: regular expression; a probe whose text it is found in has an answer and needs no rescue.
@@ -62,6 +68,10 @@ class CreditConfig(GRPOConfig):
     probe_rows: int = field(default=256, metadata={"help": "Most continuations generated at a time."})
     probe_engine: str = field(default="transformers", metadata={"help": "What generates probes: transformers or vllm."})
     probe_gap: float = field(default=0.05, metadata={"help": "Mean log-probability gap, in nats, that is warned of."})
+    stream: bool = field(default=False, metadata={"help": "Sample and probe in one loop of our own engine."})
+    probe_stop: str | None = field(
+        default=None, metadata={"help": "Regular expression that ends a probe where its text holds a match."}
+    )
     rescue_cue: str | None = field(
         default=None, metadata={"help": "Text appended to a probe that was cut off before its answer."}
     )
@@ -96,6 +106,11 @@ class CreditConfig(GRPOConfig):
             raise InputError("probe_rows", self.probe_rows, "1 or more")
         if self.probe_engine not in ("transformers", "vllm"):
             raise InputError("probe_engine", repr(self.probe_engine), "'transformers' or 'vllm'")
+        for name in ("probe_stop", "rescue_answer"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except re.error as error:
+                raise InputError(name, repr(getattr(self, name)), f"a regular expression: {error}") from None
         if self.rescue_tokens < 1:
             raise InputError("rescue_tokens", self.rescue_tokens, "1 or more", "rescue_cue=None turns rescues off")
         if self.num_generations is not None and self.num_generations < 2:

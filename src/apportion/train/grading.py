@@ -1,13 +1,18 @@
-"""Probes graded by the trainer's own reward functions, without leaving a trace in the trainer."""
+"""Probes graded by the trainer's own reward functions, without leaving a trace in the trainer.
+
+Shapes: _R responses, _F reward functions.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import trl.trainer.grpo_trainer as grpo_trainer
+from torch import Tensor
 from trl.chat_template_utils import parse_response
 from trl.data_utils import is_conversational
 
@@ -15,6 +20,38 @@ from apportion.train.host import weighted
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
+
+
+@dataclass
+class Logs:
+    """What reward functions hand to TRL beside rewards: columns of the completions table, and scalars, by name."""
+
+    columns: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    scalars: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def replay(self, trainer: CreditTrainer) -> None:
+        """Hands it to TRL after all."""
+        for own, theirs in ((self.columns, trainer._pending_extra_logs), (self.scalars, trainer._pending_metrics)):
+            for name, values in own.items():
+                theirs[name].extend(values)
+
+
+def rewards_of(
+    trainer: CreditTrainer,
+    rows: Sequence[dict[str, Any]],
+    prompt_ids: Sequence[Sequence[int]],
+    token_ids: Sequence[Sequence[int]],
+) -> tuple[Tensor, Logs]:
+    """(R, F) rewards of R ≥ 1 whole responses, and what the functions logged, which TRL does not see.
+
+    Runs `_calculate_rewards` itself, so plain, asynchronous and model rewards and their columns are those of the
+    rollouts. Arguments as for `grade`.
+    """
+    prompts = [row["prompt"] for row in rows]
+    ids = [list(response) for response in token_ids]
+    completions = completions_of(trainer, prompts, prompt_ids, ids)
+    with _apart(trainer) as logs, _alone():
+        return trainer._calculate_rewards(list(rows), prompts, completions, ids), logs
 
 
 def grade(
@@ -25,9 +62,6 @@ def grade(
 ) -> list[float | None]:
     """The weighted reward of each whole response, None where every function abstained.
 
-    Runs `_calculate_rewards` itself, so plain, asynchronous and model rewards, their weights and columns are those
-    of the rollouts.
-
     Args:
         rows: the data set row of each response.
         prompt_ids: its prompt.
@@ -35,11 +69,7 @@ def grade(
     """
     if not rows:
         return []
-    prompts = [row["prompt"] for row in rows]
-    ids = [list(response) for response in token_ids]
-    completions = completions_of(trainer, prompts, prompt_ids, ids)
-    with _quiet(trainer), _alone():
-        rewards_RF = trainer._calculate_rewards(list(rows), prompts, completions, ids)
+    rewards_RF, _ = rewards_of(trainer, rows, prompt_ids, token_ids)
     reward = weighted(rewards_RF, trainer.reward_weights)
     return [None if r != r else r for r in reward.tolist()]
 
@@ -64,13 +94,14 @@ def completions_of(
 
 
 @contextmanager
-def _quiet(trainer: CreditTrainer) -> Iterator[None]:
-    """`log_extra`, `log_metric` and TRL's profiling of the reward functions go nowhere."""
+def _apart(trainer: CreditTrainer) -> Iterator[Logs]:
+    """`log_extra` and `log_metric` go here; TRL's profiling of the reward functions goes nowhere."""
     kept = trainer._pending_extra_logs, trainer._pending_metrics, trainer.args.report_to
-    trainer._pending_extra_logs, trainer._pending_metrics = defaultdict(list), defaultdict(list)
+    logs = Logs()
+    trainer._pending_extra_logs, trainer._pending_metrics = logs.columns, logs.scalars
     trainer.args.report_to = []
     try:
-        yield
+        yield logs
     finally:
         trainer._pending_extra_logs, trainer._pending_metrics, trainer.args.report_to = kept
 

@@ -24,6 +24,7 @@ from apportion.train.compatibility import GOLD_COLUMNS, measures
 from apportion.train.reference import count_pass, evaluating, reference_logps
 
 if TYPE_CHECKING:
+    from apportion.train.streaming import Streamed
     from apportion.train.trainer import CreditTrainer
 
 # What TRL adds to σ; `trl_base` is checked against TRL's own advantages every step, so a change cannot hide.
@@ -44,6 +45,7 @@ class Capture:
             model), and whether the pass drew random numbers, which only dropout does.
         leaves: of each response, where the responses are trees; None where they are not. filler: which of them only
             fill a place. generated: tokens of all trees.
+        streamed: what came of the batch where rollouts and probes were decoded together.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Capture:
     leaves: list[Leaf] | None = None
     filler: list[bool] = field(default_factory=list)
     generated: int = 0
+    streamed: Streamed | None = None
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,8 @@ def check_base(trainer: CreditTrainer, advantage_R: Tensor, output: dict[str, An
 def token_statistics(trainer: CreditTrainer, capture: Capture, output: dict[str, Any]) -> dict[str, Tensor]:
     """(B, T) float32 log-probabilities and entropies at the sampling temperature, as far as they are needed.
 
-    TRL's own pass over the old policy is used where it makes one and dropout was off in it; else one more
-    no-gradient pass is made, without dropout.
+    Our own sampler reads them as it draws. TRL's own pass over the old policy is used where it makes one and dropout
+    was off in it; else one more no-gradient pass is made, without dropout.
 
     Raises:
         RuntimeError: the model's head returned less than float32, in which entropies tie.
@@ -132,6 +135,8 @@ def token_statistics(trainer: CreditTrainer, capture: Capture, output: dict[str,
     method, stats = trainer.credit_method, {}
     old = output.get("old_per_token_logps")
     reused = next(((p, e) for p, e, drew in capture.passes if p is old and e is not None and not drew), None)
+    if capture.streamed is not None:
+        reused = capture.streamed.read
     if reused is None and ({"entropy", "old_logprob", "continuations"} & method.needs):
         reused = statistics_pass(trainer, output)
     if reused is not None:
@@ -184,14 +189,21 @@ def gather_batch(trainer: CreditTrainer, capture: Capture, output: dict[str, Any
         # Only methods that read nothing but TRL's advantage come here with it.
         advantage = trainer.accelerator.gather(output["advantages"])
     responses: list[dict[str, Any]] = gather_object(_responses(trainer, capture, output))
-    rollouts = _rollouts(responses, reward.double().cpu(), size, occurrence)
+    rollouts = rollouts_of(responses, reward.double().cpu(), size, occurrence)
     if measures(trainer.credit_method):
         _check_order(responses, size)
-    live = live_rows(rollouts, group_stats(rollouts))
-    base = Base(
-        advantage.float().cpu(), mean.double().nan_to_num(nan=0.0).cpu(), scale.double().nan_to_num(nan=1.0).cpu(), live
-    )
+    base = base_of(rollouts, mean, scale, advantage)
     return Batch(rollouts, base, [r["row"] for r in responses], [r["prompt"] for r in responses], local)
+
+
+def base_of(rollouts: Rollouts, mean_R: Tensor, scale_R: Tensor, advantage_R: Tensor) -> Base:
+    """What `trl_base` computed, as methods read it."""
+    return Base(
+        advantage_R.float().cpu(),
+        mean_R.double().nan_to_num(nan=0.0).cpu(),
+        scale_R.double().nan_to_num(nan=1.0).cpu(),
+        live_rows(rollouts, group_stats(rollouts)),
+    )
 
 
 def _responses(trainer: CreditTrainer, capture: Capture, output: dict[str, Any]) -> list[dict[str, Any]]:
@@ -200,31 +212,53 @@ def _responses(trainer: CreditTrainer, capture: Capture, output: dict[str, Any])
     mask = output["completion_mask"] * output.get("tool_mask", 1)
     mask, prompt_ids = mask.bool().cpu(), output["prompt_ids"].cpu()
     prompt_mask = output["prompt_mask"].bool().cpu()
-    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    with_text = bool(_READ_IN_TEXT & trainer.credit_method.needs) or trainer.args.run_folder is not None
     out = []
     for i, (row, ids) in enumerate(zip(capture.rows, capture.token_ids, strict=True)):
-        prompt = prompt_ids[i][prompt_mask[i]]
-        starts, text = token_offsets(trainer.decode, ids, prompt.tolist()) if with_text else ([], "")
+        prompt = prompt_ids[i][prompt_mask[i]].tolist()
         own = {name: values[i, : len(ids)] for name, values in stats.items()}
         leaf = capture.leaves[i] if capture.leaves else None
         if leaf is not None:
             # Of the distributions that it was sampled from, whatever pass TRL made since.
             own["old_logprob"] = torch.tensor(leaf.logprobs)
-        out.append(
-            {
-                "row": {key: value for key, value in row.items() if key not in ("image", "images")},
-                "prompt": trainer.decode(prompt.tolist()) if with_text else "",
-                "prompt_ids": prompt, "token_ids": torch.tensor(ids), "mask": mask[i, : len(ids)],
-                "truncated": ids[-1] not in ends,
-                "text": text if with_text else None, "char_start": torch.tensor(starts) if with_text else None,
-                "stats": own, "leaf": leaf,
-            }
-        )  # fmt: skip
+        read = capture.streamed.texts[i] if capture.streamed else read_text(trainer, prompt, ids)
+        out.append({**response_of(trainer, row, prompt, ids, mask[i, : len(ids)], read, own), "leaf": leaf})
     return out
 
 
-def _rollouts(responses: list[dict[str, Any]], reward_R: Tensor, size: int, occurrence: int) -> Rollouts:
+def read_text(trainer: CreditTrainer, prompt: list[int], ids: list[int]) -> tuple[list[int], str] | None:
+    """Where each token starts in the response's text, and that text; None where nothing reads it."""
+    if _READ_IN_TEXT & trainer.credit_method.needs or trainer.args.run_folder is not None:
+        return token_offsets(trainer.decode, ids, prompt)
+    return None
+
+
+def truncated(trainer: CreditTrainer, ids: list[int]) -> bool:
+    """Whether the length limit ended a response, as TRL tells it."""
+    return ids[-1] not in {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+
+
+def response_of(
+    trainer: CreditTrainer,
+    row: dict[str, Any],
+    prompt: list[int],
+    ids: list[int],
+    mask_T: Tensor,
+    read: tuple[list[int], str] | None,
+    stats: dict[str, Tensor],
+) -> dict[str, Any]:
+    """A response as an object that can travel. `read`: see `read_text`."""
+    return {
+        "row": {key: value for key, value in row.items() if key not in ("image", "images")},
+        "prompt": "" if read is None else trainer.decode(prompt),
+        "prompt_ids": torch.tensor(prompt), "token_ids": torch.tensor(ids), "mask": mask_T,
+        "truncated": truncated(trainer, ids),
+        "text": None if read is None else read[1], "char_start": None if read is None else torch.tensor(read[0]),
+        "stats": stats, "leaf": None,
+    }  # fmt: skip
+
+
+def rollouts_of(responses: list[dict[str, Any]], reward_R: Tensor, size: int, occurrence: int) -> Rollouts:
+    """Whole groups of `size` responses side by side, the first of them the step's prompt number `occurrence`."""
     length = torch.tensor([len(r["token_ids"]) for r in responses])
     groups = len(responses) // size
     with_text = responses[0]["text"] is not None

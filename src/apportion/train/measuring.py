@@ -28,16 +28,19 @@ from apportion.engines.confidence import confidences
 from apportion.engines.divergence import divergences
 from apportion.engines.scoring import Scorer
 from apportion.engines.sensitivity import sensitivities
+from apportion.engines.transformers import TransformersEngine
 from apportion.errors import InputError
 from apportion.measure.evidence import Belief, Confidence, Evidence, Importance, StepLabels
 from apportion.measure.gap import Gap
 from apportion.measure.plan import AnyJob, BeliefJob, ConfidenceJob, DivergenceJob, Job, SensitivityJob
-from apportion.measure.probe import Probe
+from apportion.measure.probe import evidence_of
+from apportion.measure.wave import Probe
 from apportion.segments import token_offsets
 from apportion.train.host import Batch, answers_of
 from apportion.train.probing import Prober
 
 if TYPE_CHECKING:
+    from apportion.train.streaming import Streamed
     from apportion.train.trainer import CreditTrainer
 
 # Kinds that read the model without sampling rewards from it.
@@ -71,8 +74,24 @@ class Measurer:
             model = trainer.accelerator.unwrap_model(trainer.model)
             self.scorer = Scorer(model, trainer._tokenizer.pad_token_id, temperature=trainer.temperature)
 
-    def measure(self, batch: Batch, step: int) -> Measurement:
-        """Carries out the method's plan, and its second wave where it has one. The same result on every rank."""
+    @property
+    def sampler(self) -> TransformersEngine:
+        """The trained model as it continues prefixes."""
+        assert self.prober is not None and isinstance(self.prober.engine, TransformersEngine)
+        return self.prober.engine
+
+    def measure(self, batch: Batch, step: int, streamed: Streamed | None = None) -> Measurement:
+        """Carries out the method's plan, and its second wave where it has one. The same result on every rank.
+
+        Args:
+            streamed: what was measured while the batch was sampled.
+        """
+        if streamed is not None:
+            assert self.prober is not None
+            with self.trainer.clock.phase("probe"):
+                gap = self.prober.own_gap(batch, self.sampler, streamed.requests)
+            evidence = Evidence(evidence_of(batch.rollouts, streamed.jobs, streamed.probes))
+            return Measurement(evidence, streamed.probes, gap)
         trainer, rollouts = self.trainer, batch.rollouts
         method = trainer.credit_method
         jobs = method.plan(rollouts, batch.base)
@@ -96,7 +115,9 @@ class Measurer:
     def cost(self) -> Cost:
         """What this rank has spent so far, grading not counted."""
         engines = (self.scorer, self.prober and self.prober.engine)
-        return sum((engine.cost for engine in engines if engine), Cost())
+        spent = sum((engine.cost for engine in engines if engine), Cost())
+        # Sampling rollouts is no measuring.
+        return spent - self.trainer.stream.cost if self.trainer.stream else spent
 
     def _readings(self, batch: Batch, jobs: Sequence[AnyJob], step: int) -> dict[tuple[str, int], Reading]:
         """(kind, row) → what was read, of all ranks."""

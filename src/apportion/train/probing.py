@@ -19,7 +19,8 @@ from apportion.engines.vllm_hosts import Colocated, own_llm
 from apportion.measure.evidence import Continuations, Evidence
 from apportion.measure.gap import Gap, gap_of, prefixes_of
 from apportion.measure.plan import Job
-from apportion.measure.probe import Probe, Rescue, evidence_of, probe, requests_of, shard
+from apportion.measure.probe import Rescue, evidence_of, probe
+from apportion.measure.wave import Probe, requests_of, shard
 from apportion.train.grading import grade
 from apportion.train.host import Batch
 
@@ -111,7 +112,7 @@ class Prober:
                     rescue=self.rescue, rank=self.rank, world=self.world,
                 )  # fmt: skip
                 if isinstance(self.engine, TransformersEngine):
-                    gap = self._own_gap(batch, self.engine, asked)
+                    gap = self.own_gap(batch, self.engine, asked)
         shares: list[tuple[list[Probe], Gap]] = gather_object([(mine, gap)])
         whole = sum((each for _, each in shares), Gap())
         whole.warn(trainer.args.probe_gap)
@@ -124,7 +125,7 @@ class Prober:
         theirs = None if self.sampling.temperature == 1 else list(logprobs(self.scorer, prefixes))
         return gap_of(batch.rollouts, readings, theirs)
 
-    def _own_gap(self, batch: Batch, engine: TransformersEngine, asked: Sequence[Request]) -> Gap:
+    def own_gap(self, batch: Batch, engine: TransformersEngine, asked: Sequence[Request]) -> Gap:
         """Between two ways to the same numbers: the engine's cache and the trainer's padded batch."""
         first = next(iter(prefixes_of(asked)), None)
         if first is None:
@@ -137,7 +138,15 @@ def engine_of(trainer: CreditTrainer) -> TransformersEngine | VLLMEngine | None:
     """What generates the probes; None on ranks for which the main process asks."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     if trainer.args.probe_engine == "transformers":
-        return TransformersEngine(model, trainer._tokenizer.pad_token_id, max_batch=trainer.args.probe_rows)
+        decided = None
+        if trainer.args.probe_stop is not None:
+            stop = re.compile(trainer.args.probe_stop)
+
+            def decided(ids: Sequence[int]) -> bool:
+                return stop.search(trainer.decode(ids)) is not None
+
+        pad_id, rows = trainer._tokenizer.pad_token_id, trainer.args.probe_rows
+        return TransformersEngine(model, pad_id, max_batch=rows, decided=decided)
 
     def trained() -> int:
         step: int = trainer.state.global_step

@@ -1,7 +1,8 @@
 """A whole run from its configuration: train, evaluate, and leave a run folder that can be resumed.
 
 Beside the records (see `apportion.records`) the folder holds `evaluations.jsonl`, `checkpoints/`, `model/` (the final
-weights, or the adapter alone with LoRA) and, once the run is complete, `result.json`.
+weights, or the adapter alone with LoRA) and, once the run is complete, `result.json`. Where the run can be predicted
+(`run.predict`), every row of metrics.jsonl has `predicted/NAME` beside NAME, and result.json the table of both.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from datasets import Dataset
 from transformers import PrinterCallback, set_seed
 
 from apportion.errors import InputError
+from apportion.train.beside import Beside, predicted_for
 from apportion.train.prepare import Run
 from apportion.train.settings import save_config
 from apportion.train.trainer import CreditTrainer
 from apportion.train.watch import Complete, Progress, Watch
 
 
-def train(run: Run, *, resume: bool = False, progress: Progress | None = None) -> dict[str, float]:
+def train(run: Run, *, resume: bool = False, progress: Progress | None = None) -> dict[str, Any]:
     """Trains, evaluating at the start and the end where the data has held-out problems.
 
     Args:
@@ -31,7 +33,7 @@ def train(run: Run, *, resume: bool = False, progress: Progress | None = None) -
 
     Returns:
         `tokens` generated, `steps`, and where there are held-out problems the accuracy at the `start` and `end` and
-        the number of `samples` of each.
+        the number of `samples` of each; where the run was predicted, the table `beside` (`apportion.report.beside`).
 
     Raises:
         KeyboardInterrupt: stopped by Ctrl-C; `resume` goes on from where the folder's last checkpoint is.
@@ -39,12 +41,15 @@ def train(run: Run, *, resume: bool = False, progress: Progress | None = None) -
     folder = Path(run.config.run.folder)
     save_config(run.config)
     checkpoint = last_checkpoint(folder) if resume else None
+    prediction = predicted_for(run)
     # LoRA's fresh weights are drawn before the trainer sets its own seed.
     set_seed(run.config.run.seed)
     watch = Watch(run, progress)
     trainer = _trainer(run, watch)
     if checkpoint is None:
         watch.start(trainer.model)
+    if prediction is not None:
+        trainer.beside = Beside(prediction, trainer.model)
     with suppress(Complete):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     result = watch.finish(trainer.state.global_step, trainer.model)

@@ -49,6 +49,9 @@ class RunSection(_Section):
     record_every: int = Field(1, ge=1, description="steps between recorded batches")
     evaluate_every: int = Field(0, ge=0, description="steps between evaluations; 0: start and end only")
     evaluate_samples: int = Field(256, ge=0, description="held-out responses an evaluation samples; 0: none")
+    predict: Literal["auto", "measure", "off"] = Field(
+        "auto", description="predicted cost beside the run's own: auto, where this machine's figures are known"
+    )
 
 
 class ModelSection(_Section):

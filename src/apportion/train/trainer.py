@@ -5,7 +5,7 @@ Shapes: _B responses of this rank, _T padded tokens, _F reward functions, _R res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from apportion.train.recording import record_batch
 from apportion.train.reference import frozen_copy
 from apportion.train.resume import EpochSampler, load_window, save_window
 from apportion.train.steps import StepCallback
+from apportion.train.streaming import GroupStream
 from apportion.train.trees import Trees
 from apportion.verify.steps import StepVerifier
 
@@ -71,6 +72,7 @@ class CreditTrainer(GRPOTrainer):
         # Forwards through TRL's own methods that TRL would not have made, and all that was spent until the last step.
         self.passes, self._spent = Cost(), Cost()
         self.clock = Clock()
+        self.beside: Callable[[], Mapping[str, float]] = dict
         self.train_sampler: Sampler | None = None
         self.last_credit: tuple[Batch, Credit] | None = None
         self._capture: Capture | None = None
@@ -81,6 +83,9 @@ class CreditTrainer(GRPOTrainer):
             self.reference = frozen_copy(self.accelerator.unwrap_model(self.model))
         self._measurer = Measurer(self) if measures(self.credit_method) else None
         self.trees = Trees(self, sampling_of(self)) if "tree" in self.credit_method.needs else None
+        self.stream = None
+        if self.args.stream and self._measurer is not None:
+            self.stream = GroupStream(self, self._measurer.sampler)
         self._steps = StepCallback(self)
         self.add_callback(self._steps)
 
@@ -113,7 +118,7 @@ class CreditTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        self._capture = capture = Capture()
+        self._capture = capture = Capture(rows=list(inputs))
         try:
             with self.clock.phase("generate"):
                 output = super()._generate_and_score_completions(inputs)
@@ -125,25 +130,37 @@ class CreditTrainer(GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._capture is None or self.trees is None:
-            return super()._generate_single_turn(
-                prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
-            )  # fmt: skip
-        step = self.state.global_step + 1
-        with frozen_rng():
-            leaves, filler, generated = self.trees.sample(prompt_ids, step, self._prompts_seen(step))
-        self._capture.leaves, self._capture.filler, self._capture.generated = leaves, filler, generated
-        return [list(leaf.token_ids) for leaf in leaves], None
+        capture, step = self._capture, self.state.global_step + 1
+        if capture is not None and self.stream is not None:
+            # What is graded meanwhile is not TRL's call, which comes later.
+            self._capture = None
+            try:
+                capture.streamed = self.stream.sample(capture.rows, prompt_ids, step, self._prompts_seen(step))
+            finally:
+                self._capture = capture
+            return [list(rollout.token_ids) for rollout in capture.streamed.rollouts], None
+        if capture is not None and self.trees is not None:
+            with frozen_rng():
+                leaves, filler, generated = self.trees.sample(prompt_ids, step, self._prompts_seen(step))
+            capture.leaves, capture.filler, capture.generated = leaves, filler, generated
+            return [list(leaf.token_ids) for leaf in leaves], None
+        return super()._generate_single_turn(
+            prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs
+        )  # fmt: skip
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         if self._capture is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        with self.clock.phase("grade"):
-            rewards_RF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if (streamed := self._capture.streamed) is not None:
+            for logs in streamed.logs:
+                logs.replay(self)
+            rewards_RF = streamed.rewards
+        else:
+            with self.clock.phase("grade"):
+                rewards_RF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._capture.filler:
             rewards_RF[torch.tensor(self._capture.filler, device=rewards_RF.device)] = torch.nan
-        self._capture.rows, self._capture.token_ids = list(inputs), completion_ids_list
-        self._capture.rewards = rewards_RF
+        self._capture.token_ids, self._capture.rewards = completion_ids_list, rewards_RF
         return rewards_RF
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +188,7 @@ class CreditTrainer(GRPOTrainer):
         batch = gather_batch(self, capture, output, occurrence=seen)
         rollouts, base = batch.rollouts, batch.base
         self._prompts_of_step = (step, seen + rollouts.groups)
-        measured = Measurement() if self._measurer is None else self._measurer.measure(batch, step)
+        measured = Measurement() if self._measurer is None else self._measurer.measure(batch, step, capture.streamed)
         credit = method.assign(rollouts, measured.evidence, base)
         self.last_credit = (batch, credit)
         # What the method remembers is for the next batch; every rank has seen the same one.
@@ -199,6 +216,14 @@ class CreditTrainer(GRPOTrainer):
         return self.args.run_folder is not None and self.accelerator.is_main_process
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            # TRL averages over generation batches, of which a step may have several: what it spent is their sum.
+            found = self._metrics["train"]
+            steps = max(1, len(found.get("seconds/update", ())))
+            for name in list(found):
+                if name.startswith(("tokens/", "probe/tokens", "probe/continuations", "measure/")):
+                    found[name] = [sum(found[name]) / steps]
+            logs.update(self.beside())
         super().log(logs, start_time)
         # Evaluations and the summary at the end come with the same step as a training log.
         if self._records and "loss" in logs:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from apportion.engines.base import Key, Request
 from apportion.engines.rng import frozen_rng
 from apportion.engines.transformers import TransformersEngine
+from apportion.report.beside import beside, is_predicted
 from apportion.train.prepare import Run, sampling_of
 
 Progress = Callable[[dict[str, float]], None]
@@ -38,16 +39,18 @@ class Watch(TrainerCallback):
         _keep_until(-1, self.evaluations)
         self._evaluate(0, model)
 
-    def finish(self, step: int, model: Any) -> dict[str, float]:
-        """Evaluates the end. Returns tokens, steps, and accuracy at the start and the end over `samples`."""
+    def finish(self, step: int, model: Any) -> dict[str, Any]:
+        """Evaluates the end. Returns tokens, steps, accuracy at the start and the end over `samples`, and the table
+        `beside` of a run that was predicted."""
         rows = _read(self.evaluations)
         if not rows or rows[-1]["step"] != step:
             self._evaluate(step, model)
             rows = _read(self.evaluations)
-        result = {"tokens": self.tokens, "steps": float(step)}
+        result: dict[str, Any] = {"tokens": self.tokens, "steps": float(step)}
         if rows:
             result |= {"start": rows[0]["accuracy"], "end": rows[-1]["accuracy"], "samples": rows[-1]["samples"]}
-        return result
+        table = beside(_read(self.metrics))
+        return result | ({"beside": table} if is_predicted(table) else {})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         done = state.global_step

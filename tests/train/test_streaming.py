@@ -1,0 +1,206 @@
+"""Rollouts and probes from one loop are what sampling first and probing after would have been.
+
+Planted faults seen caught: (filled in below)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from apportion.errors import InputError
+from apportion.records import RunFolder
+from apportion.train import CreditTrainer
+from apportion.train.host import statistics_pass
+from apportion.train.measuring import Measurement
+
+WIDE: dict[str, Any] = {"budget": 12, "samples": 4, "min_gap": 1, "window": 2}
+METHODS: dict[str, dict[str, Any]] = {
+    "probepo": {"method": "probepo", **WIDE},
+    "two waves": {"method": "probepo", **WIDE, "allocation": "neyman", "pilot": 2},
+    "vineppo": {"method": "vineppo"},
+    "fresh budget": {"method": "vineppo", "fresh_budget": 9},
+    "spo_chain": {"method": "spo_chain"},
+}
+
+
+def parity(completions: list[Any], answer: list[str], **rest: Any) -> list[float]:
+    """Half of the texts get 1: those that hold the row's answer an odd number of times."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(text.count(gold) % 2) for text, gold in zip(texts, answer, strict=True)]
+
+
+class Kept(CreditTrainer):
+    """Keeps every batch with what was measured of it, and has it measured again the other way."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: list[tuple[Any, Measurement, Measurement]] = []
+        self.passes_of_trl: list[tuple[torch.Tensor, ...]] = []
+        super().__init__(*args, **kwargs)
+        measure = self._measurer.measure
+
+        def both(batch: Any, step: int, streamed: Any = None) -> Measurement:
+            assert streamed is not None
+            found = measure(batch, step, streamed)
+            self.seen.append((batch, found, measure(batch, step)))
+            return found
+
+        self._measurer.measure = both
+
+    def _credited(self, capture: Any, output: dict[str, Any]) -> dict[str, Any]:
+        self.passes_of_trl.append((*statistics_pass(self, output), output["completion_mask"].bool()))
+        return super()._credited(capture, output)
+
+
+def kept(policy: Path, folder: Path, **changes: Any) -> Kept:
+    options = {"max_steps": 4, "learning_rate": 1e-3, "reward_funcs": parity, **changes}
+    trainer = tiny.trainer(policy, folder, cls=Kept, stream=True, **options)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_is_measured_as_after_the_rollouts(policy: Path, tmp_path: Path, name: str) -> None:
+    """Same plan, same probes by key, same rewards: the batch frozen first, planned whole and probed from prefills."""
+    trainer = kept(policy, tmp_path, **METHODS[name])
+    probes = 0
+    for _, streamed, after in trainer.seen:
+        order = [sorted(found.probes, key=lambda p: (p.row, p.position, p.m)) for found in (streamed, after)]
+        assert order[0] == order[1]
+        probes += len(order[0])
+        ours, theirs = streamed.evidence.continuations, after.evidence.continuations
+        for field in ("row", "position", "count", "mean"):
+            assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+    assert probes > 20
+    assert any(found.gap.tokens for _, found, _ in trainer.seen)
+    assert all(found.gap.largest < 1e-5 for _, found, _ in trainer.seen)
+
+
+@pytest.mark.parametrize("rows", [dict(), dict(mask_truncated_completions=True), dict(temperature=0.7, top_k=4)])
+def test_the_batch_is_what_trl_makes_of_the_responses(policy: Path, tmp_path: Path, rows: dict[str, Any]) -> None:
+    """Rewards graded a group at a time are those of the whole; numbers read while drawing those of a pass."""
+    trainer = kept(policy, tmp_path, **{**METHODS["probepo"], **rows})
+    for (batch, _, _), (logprob, entropy, mask) in zip(trainer.seen, trainer.passes_of_trl, strict=True):
+        rollouts = batch.rollouts
+        width = mask.shape[1]
+        real = torch.arange(width) < rollouts.length[:, None]
+        torch.testing.assert_close(rollouts.old_logprob, logprob[real], atol=1e-5, rtol=0)
+        torch.testing.assert_close(rollouts.entropy, entropy[real], atol=1e-5, rtol=0)
+        assert torch.equal(rollouts.mask, mask[real])
+        rewards = parity(
+            [trainer.processing_class.decode(ids, skip_special_tokens=True) for ids in _split(rollouts)],
+            [row["answer"] for row in batch.rows],
+        )
+        assert rollouts.reward.tolist() == rewards
+    assert any(row["loss"] != 0 for row in trainer.state.log_history if "loss" in row)
+
+
+def _split(rollouts: Any) -> list[list[int]]:
+    return [ids.tolist() for ids in rollouts.token_ids.split(rollouts.length.tolist())]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_reward_functions_log_keeps_the_order_of_the_rows(policy: Path, tmp_path: Path, chat: bool) -> None:
+    """A group at a time, in whatever order groups end; columns come out by row, and probes log nothing."""
+    groups: list[list[str]] = []
+
+    def reward(completions: list[Any], answer: list[str], log_extra: Any, log_metric: Any, **rest: Any) -> list[float]:
+        groups.append(answer)
+        log_extra("gold", list(answer))
+        log_metric("asked", float(len(answer)))
+        return parity(completions, answer)
+
+    columns: list[list[str]] = []
+
+    class Reading(CreditTrainer):
+        def _calculate_rewards(self, inputs: Any, *rest: Any) -> torch.Tensor:
+            found = super()._calculate_rewards(inputs, *rest)
+            if self._capture is not None:
+                columns.append(list(self._pending_extra_logs["gold"]))
+                columns.append([row["answer"] for row in inputs])
+                assert self._pending_metrics["asked"] == [4.0, 4.0]
+            return found
+
+    trainer = tiny.trainer(
+        policy, tmp_path, cls=Reading, stream=True, max_steps=1, reward_funcs=reward,
+        train_dataset=tiny.dataset(chat=chat), log_completions=False, **METHODS["vineppo"],
+    )  # fmt: skip
+    trainer.train()
+    assert len(columns) == 2 and columns[0] == columns[1] and len(columns[0]) == 8
+    assert len(groups) > 2, "probes were graded too"
+
+
+def test_nothing_but_rollouts_of_our_own_engine_where_nothing_varies(policy: Path, tmp_path: Path) -> None:
+    """All rewards equal: no group is live, no probe is asked for, and all advantages are 0."""
+    trainer = tiny.trainer(
+        policy, tmp_path, stream=True, reward_funcs=lambda completions, **_: [1.0] * len(completions)
+    )
+    trainer.train()
+    batch, credit = trainer.last_credit
+    assert not credit.token.any() and not batch.base.live.any()
+    assert all(row["probe/tokens"] == 0 for row in trainer.state.log_history if "loss" in row)
+
+
+def test_costs_are_the_probes_alone(policy: Path, tmp_path: Path) -> None:
+    """One forward token for each probed token: none is prefilled; and no pass over the batch."""
+    trainer = tiny.trainer(
+        policy, tmp_path, stream=True, reward_funcs=parity, run_folder=str(tmp_path), **METHODS["vineppo"]
+    )  # fmt: skip
+    trainer.train()
+    rows = RunFolder(tmp_path).metrics()
+    assert sum(row["probe/tokens"] for row in rows) > 100
+    for row in rows:
+        # One prefix is scored again for the gap: all of a response's tokens, at most the limit and the prompt.
+        assert 0 <= row["measure/forward_tokens"] - row["probe/tokens"] <= 24 + 4
+        assert row["tokens/actor"] == sum(
+            len(r["token_ids"]) for r in RunFolder(tmp_path).read("rollouts", row["step"])
+        )
+
+
+def test_an_error_in_grading_ends_the_run(policy: Path, tmp_path: Path) -> None:
+    def broken(completions: list[Any], **rest: Any) -> list[float]:
+        raise ZeroDivisionError("reward")
+
+    trainer = tiny.trainer(policy, tmp_path, stream=True, reward_funcs=broken)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"method": "grpo"}, "stream"),
+        ({"method": "grpo_vps"}, "stream"),
+        ({"method": ["probepo", "cw_grpo"]}, "stream"),
+        ({"rescue_cue": "="}, "stream"),
+        ({"probe_engine": "vllm"}, "stream"),
+        ({"probe_stop": "("}, "probe_stop"),
+        ({"probe_stop": "x", "probe_engine": "vllm", "stream": False}, "probe_stop"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(policy: Path, tmp_path: Path, changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        tiny.trainer(policy, tmp_path, **{"stream": True, "credit": {}, **changes})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_probes_end_where_their_text_decides(policy: Path, tmp_path: Path, stream: bool) -> None:
+    """A probe whose new text holds two equal signs ends at the next multiple of eight tokens; rollouts do not."""
+    trainer = tiny.trainer(
+        policy, tmp_path, stream=stream, probe_stop="=.*=", run_folder=str(tmp_path), reward_funcs=parity,
+        **METHODS["vineppo"],
+    )  # fmt: skip
+    trainer.train()
+    rows = [row for step in (1, 2) for row in RunFolder(tmp_path).read("evidence", step)]
+    decode = trainer.decode
+    for row in rows:
+        cuts = [n for n in range(8, len(row["token_ids"]) + 1, 8) if decode(row["token_ids"][:n]).count("=") >= 2]
+        if row["finish"] == "decided":
+            assert cuts == [len(row["token_ids"])]
+        else:
+            assert not cuts or cuts == [len(row["token_ids"])]
+    assert {row["finish"] for row in rows} >= {"decided", "stop"}
