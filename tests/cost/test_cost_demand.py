@@ -124,7 +124,7 @@ def test_oar_p_runs_what_follows_each_replaced_token():
     assert {(job.reasoning, job.answer) for job in jobs} == {(57, (58, 60))}
     expected, at = 78, 20
     while at < 77:
-        rows = min(max((78 - at) // 4, 16), 77 - at)
+        rows = min(max((78 - at) // 8, 16), 77 - at)
         expected, at = expected + rows * (78 - at), at + rows
     assert sum(call.times * call.tokens for call in found.reading) == 32 * expected and not found.probing
 
@@ -139,9 +139,12 @@ def test_oar_g_takes_two_forwards_and_a_backward():
 def test_grpo_vps_reads_a_trunk_and_its_branches():
     jobs, found = asked("grpo_vps", answer_pattern=PATTERN, cue="ab", quantile=0.5, per_segment=1, segments=3)
     assert all(isinstance(job, BeliefJob) and len(job.positions) == 4 for job in jobs)
-    trunk, branches = found.reading
-    # 20 + 57 tokens to the answer's cue; a branch is a cue of 2 and 3 − 1 answer tokens, at 4 positions.
-    assert (trunk.tokens, branches.tokens) == (32 * 77, 32 * 4 * 4)
+    # 20 + 57 tokens to the answer's cue; a branch is a cue of 2 and 3 − 1 answer tokens, at 4 positions: 93 tokens a
+    # row, and as a branch reads the cue's last token too, 3 rows of logits a branch. 32 rows are 2,976 tokens.
+    (call,) = found.reading
+    assert (call.tokens, call.logits) == (32 * 93, 32 * 4 * 3)
+    # Half of 77² pairs in the trunk; 16 columns of branches look at all 93.
+    assert call.pairs == 32 * (77 * 77 / 2 + 16 * 93)
 
 
 def test_spae_samples_answers_after_every_step():

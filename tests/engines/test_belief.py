@@ -6,7 +6,9 @@ Planted faults seen caught: positions that restart in a branch, or an answer at 
 trunk one token or wholly beyond its end, another branch, another answer, its own future, or no cue; another row's
 trunk; the column before the cue's last, or later tokens a column early; without a cue a position late; the cue
 scored; T not applied; the worst answer, or a mean over its tokens; windows and ALiBi packed; either limit ignored;
-the response's end refused; empty answers and prompts let in; training mode or gradients left on.
+the response's end refused; a trunk that is not causal, takes a mask, is padded on the left or has no positions;
+branches without a mask; the scale lost; the whole mask a column off or upside down; branches whose columns are not
+counted, or that always run over a cache; empty answers and prompts let in; training mode or gradients left on.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from bigram import bigram, gap, separate, sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import VOCABULARY, ids, llama, mistral, qwen2
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from apportion.engines.base import BeliefRequest, Key
 from apportion.engines.belief import beliefs
-from apportion.engines.scoring import Scorer
+from apportion.engines.scoring import PackedMask, Scorer
 from apportion.errors import InputError
 from apportion.tasks import load_policy
 from apportion.tasks.arithmetic import ArithmeticTask, generate
@@ -99,9 +103,46 @@ def test_packed_equals_separate(name: str, temperature: float) -> None:
     scorer = Scorer(model, 0, temperature=temperature)
     with sizes(model) as seen:
         assert gap(list(beliefs(scorer, requests())), expected) < 1e-5
-    # Five trunks of up to 30 tokens, and their branches: two of 3 × 3 cue tokens and 3 + 1 of answers are widest.
-    assert [shape[:2] for shape in seen] == [(5, 30), (5, 5 * 3 + 2 * 4)]
-    assert scorer.cost.forwards == 2 and scorer.cost.forward_tokens == 5 * 30 + 5 * 23
+    # Five trunks of up to 30 tokens; behind them at most 5 cues of 3 tokens, and 2 branches that feed 3 + 1 of answers.
+    assert [shape[:2] for shape in seen] == [(5, 30 + 5 * 3 + 2 * 4)]
+    assert scorer.cost.forwards == 1 and scorer.cost.forward_tokens == 5 * 53
+
+
+class Attention(TorchDispatchMode):
+    """Of every call of torch's attention: columns that ask, columns that are asked, those of the mask, and causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int, int | None, bool]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "scaled_dot_product" in str(func):
+            mask = kwargs.get("attn_mask")
+            causal = kwargs.get("is_causal", args[4] if len(args) > 4 else False)
+            self.calls.append((args[0].shape[2], args[1].shape[2], None if mask is None else mask.shape[2], causal))
+        return func(*args, **kwargs)
+
+
+def test_the_trunk_takes_the_causal_kernel_and_the_branches_a_mask() -> None:
+    model = llama()
+    with Attention() as seen:
+        list(beliefs(Scorer(model, 0), requests()))
+    assert seen.calls == 2 * [(30, 30, None, True), (23, 53, 23, False)], "in each of two layers"
+
+
+def test_the_whole_mask_by_hand() -> None:
+    """A trunk of 2, and a branch of 2 that goes on from its first column."""
+    low = torch.finfo(torch.float32).min
+    branches = torch.tensor([[0, low, 0, low], [0, low, 0, 0]])[None, None]
+    mask = PackedMask.of(branches)
+    assert mask.shape == (1, 1, 4, 4) and mask.dtype == torch.float32
+    expected = torch.cat([torch.tensor([[0, low, low, low], [0, 0, low, low]])[None, None], branches], dim=2)
+    for found in (mask + 0, mask[:, :, :, :4], mask.expand(1, 1, -1, -1), torch.add(torch.zeros(4, 4), other=mask)):
+        assert type(found) is torch.Tensor and torch.equal(found, expected)
+    query, key, value = torch.randn((3, 1, 2, 4, 8), generator=torch.Generator().manual_seed(0))
+    apart = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5)
+    torch.testing.assert_close(apart, scaled_dot_product_attention(query, key, value, expected, scale=0.5))
 
 
 def test_a_narrow_window_falls_back_to_separate_sequences() -> None:
@@ -110,6 +151,23 @@ def test_a_narrow_window_falls_back_to_separate_sequences() -> None:
     with sizes(model) as seen:
         assert gap(list(beliefs(Scorer(model, 0), requests())), expected) < 1e-5
     assert len(seen) == 5, "one forward a response, its answers batched"
+
+
+def test_positions_that_change_with_the_length_are_not_packed() -> None:
+    """Beyond its original 18 tokens longrope encodes all positions another way: rows of each kind go by themselves.
+
+    No sequence of `requests` has 19 tokens, of which the last is not fed.
+    """
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 18, "factor": 2.0,
+        "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+    }  # fmt: skip
+    model = llama(rope_parameters=rope)
+    scorer = Scorer(model, 0)
+    assert (scorer.steady, scorer.sliceable(18), scorer.sliceable(19)) == (18, True, False)
+    assert Scorer(llama(), 0).steady == float("inf")
+    assert gap(list(beliefs(scorer, requests())), slowly(model, requests())) < 1e-5
+    assert list(scorer.batches([18, 19, 17, 20])) == [[3], [1], [0, 2]]
 
 
 def test_which_sequences_may_share_a_forward() -> None:
@@ -147,7 +205,7 @@ def test_order_batch_and_split_change_nothing(seed: int, tokens: int, logits: in
 
 @pytest.mark.parametrize(
     ("limits", "trunks"),
-    [({"max_logits": VOCABULARY}, [(5, 30)]), ({"max_tokens": 1}, [(1, n) for n in (30, 19, 17, 9, 3)])],
+    [({"max_logits": VOCABULARY}, [(5, 30)]), ({"max_tokens": 1}, [(1, n) for n in (30, 17, 19, 9, 3)])],
 )
 def test_each_trunk_is_computed_once_whatever_the_limits(limits: dict[str, int], trunks: list[tuple[int, int]]) -> None:
     with sizes(MODEL) as seen:

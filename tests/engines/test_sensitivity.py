@@ -2,7 +2,8 @@
 
 Planted faults seen caught: the representation a position late or early, at the answer's end or one short; targets a
 token off; the replaced token off by one, or dropped; a cache one too long, sliced in a sliding window, never shared;
-KL(q ‖ p); abs missing or inside the sum, the clamp missing or an abs in its place; noise on the prompt, on the answer,
+too many rows a suffix; KL(q ‖ p);
+abs missing or inside the sum, the clamp missing or an abs in its place; noise on the prompt, on the answer,
 shifted, of variance for deviation, without seed or key, from the global stream; the clean row read with noise or with a
 graph; gradients of parameters computed or stored, all parameters thawed, frozen or in evaluation mode over a yield;
 temperature left out; probabilities averaged for logits, a sum for φ's mean; columns or spans of another row; either
@@ -369,8 +370,20 @@ def test_perturbation_runs_only_what_a_replacement_changes() -> None:
     read(scorer, [request])
     whole = 20 + 124
     at_least = whole + sum(whole - 20 - t for t in range(reasoning))
-    assert at_least <= scorer.cost.forward_tokens < 1.2 * at_least < 0.7 * reasoning * whole
-    assert scorer.cost.forwards <= 8
+    assert at_least <= scorer.cost.forward_tokens < 1.15 * at_least < 0.7 * reasoning * whole
+    # The whole, and 16 suffixes at a time.
+    assert scorer.cost.forwards == 1 + math.ceil(reasoning / 16)
+
+
+def test_rows_of_a_long_suffix_grow_with_it() -> None:
+    scorer = Scorer(llama(), 0)
+    read(scorer, [ask(ids(246), 2, 238, (240, 242), "perturb", LAST)])
+    starts, left = [], 242 - 2
+    # An eighth of what is left, at least 16 and no more than the reasoning has: 30, 26, 23, 20, 17, then 16 at a time.
+    while left > 2:
+        rows = min(max(left // 8, 16), left - 2)
+        starts, left = [*starts, rows * left], left - rows
+    assert scorer.cost.forward_tokens == 242 + sum(starts) and scorer.cost.forwards == 1 + len(starts)
 
 
 def test_nothing_asked_nothing_run() -> None:

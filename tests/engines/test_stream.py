@@ -156,6 +156,9 @@ def test_an_answer_joins_after_the_lag() -> None:
     decoding = [rows for rows, tokens in seen if tokens == 1]
     # a's second token takes one forward; then b is alone until five probes of three tokens join.
     assert decoding == [2] + [1] * LAG + [6] * 3 + [1] * (LAG - 3)
+    # The prefill and the forwards without probes are the rollouts' own.
+    assert engine.cost.forwards - stream.cost.forwards == 3
+    assert engine.cost.forward_tokens - stream.cost.forward_tokens == 5 * 3
 
 
 def test_a_stream_that_is_given_up_ends() -> None:

@@ -21,7 +21,7 @@ from apportion.rollouts import Rollouts
 # The engines' limits, which their callers in `train` leave at their defaults.
 _PREFILL, _CACHE, _TOKENS, _LOGITS = 2_048, 131_072, 16_384, 2**26
 # Rows of OAR-P's batches of suffixes (see `engines.sensitivity`); logits of OAR-G's are as few.
-_ROWS_SHARE, _FEW_ROWS = 4, 16
+_ROWS_SHARE, _FEW_ROWS = 8, 16
 _PROMPTS = 3
 
 
@@ -187,6 +187,11 @@ class _Branches:
     cue: int
     answers: int
 
+    @property
+    def columns(self) -> int:
+        """Tokens of a row with all of them."""
+        return self.trunk + self.count * (max(1, self.cue) + self.answers)
+
 
 def _branches(job: BeliefJob | ConfidenceJob, rollouts: Rollouts, tokens: Callable[[str], int], gold: int) -> _Branches:
     several = 1 if isinstance(job, BeliefJob) else 1 + min(job.samples, 2)
@@ -197,20 +202,28 @@ def _branches(job: BeliefJob | ConfidenceJob, rollouts: Rollouts, tokens: Callab
 
 
 def _forced(items: Sequence[_Branches], shape: ModelShape) -> Iterator[Call]:
-    """`engines.forced`: a forward of the trunks, and one of all branches over their cache, or several."""
-    ordered = sorted((item for item in items if item.count), key=lambda item: -item.trunk)
+    """`engines.forced`: rows of a trunk and its branches; a row that no forward holds has its branches apart."""
+    ordered = sorted((item for item in items if item.count), key=lambda item: -item.columns)
+    vocabulary_rows = _LOGITS // shape.vocab
     while ordered:
-        count = max(1, _TOKENS // max(1, ordered[0].trunk))
-        batch, ordered = ordered[:count], ordered[count:]
-        width = batch[0].trunk
-        yield padded(len(batch), width, masked=False)
-        own = max(1, batch[0].cue) + batch[0].answers
-        most = max(item.count for item in batch)
-        limit = max(1, min(_TOKENS // own, _LOGITS // shape.vocab // (1 + batch[0].answers)))
-        times = -(-len(batch) * most // max(1, limit))
-        tokens = len(batch) * most * own / times
-        seen = width + own * min(most, limit)
-        yield Call(times, tokens, tokens * seen, cached=len(batch) * width, copied=len(batch) * width, logits=tokens)
+        first = ordered[0]
+        kept = first.count * (1 + first.answers)
+        count = min(_TOKENS // first.columns, vocabulary_rows // kept)
+        batch, ordered = ordered[: max(1, count)], ordered[max(1, count) :]
+        trunk, branches = first.trunk, first.columns - first.trunk
+        if count:
+            rows = len(batch)
+            # The trunk is causal; its branches look at all of the row.
+            pairs = rows * (trunk * trunk / 2 + branches * first.columns)
+            yield Call(1, rows * first.columns, pairs, logits=rows * kept)
+        else:
+            yield padded(1, trunk, masked=False)
+            own = branches // first.count
+            limit = max(1, min(_TOKENS // own, vocabulary_rows // (1 + first.answers)))
+            times = -(-first.count // limit)
+            tokens = branches / times
+            seen = trunk + own * min(first.count, limit)
+            yield Call(times, tokens, tokens * seen, cached=trunk, copied=trunk, logits=kept / times)
 
 
 def _answered(

@@ -1,11 +1,12 @@
 """Answers forced on a response after a cue, at several of its positions, over one forward of the response.
 
-The response is computed once, as a trunk whose keys and values are kept. A second forward holds a branch a
-position: the cue, and behind it every answer. A branch attends to the trunk up to its position, to its cue and
-to its own answer, and its position ids go on from there, so it reads what a sequence of its own would.
+A row holds the response as a trunk, and behind it a branch a position: the cue, and behind that every answer. A branch
+attends to the trunk up to its position, to its cue and to its own answer, and its position ids go on from there, so it
+reads what a sequence of its own would. Where the limits do not let a row have all its branches, the trunk's keys and
+values are kept, and the branches follow in forwards of their own.
 
-A row of that forward holds first a slot a branch for the cues, which end together, and then the answers:
-only the columns that predict an answer's token reach the vocabulary.
+The branches start with a slot each for the cues, which end together, and then come the answers: only the columns that
+predict an answer's token reach the vocabulary.
 Shapes: _B rows, _W columns of trunks, _Q columns of branches, _K kept columns, _P predicted tokens, _V vocabulary.
 """
 
@@ -21,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from apportion.engines.base import BeliefRequest, ConfidenceRequest
 from apportion.engines.logprobs import check, scored
-from apportion.engines.scoring import Scorer
+from apportion.engines.scoring import PackedMask, Scorer
 from apportion.errors import InputError
 from apportion.measure.tokens import token_logprobs_and_entropies
 
@@ -43,6 +44,21 @@ class Forced:
     def longest(self) -> int:
         """Tokens of the longest sequence that this stands for, or a few more."""
         return max(self.ends) + len(self.cue) + max(len(answer) for answers in set(self.answers) for answer in answers)
+
+    @property
+    def trunk(self) -> int:
+        """Tokens that all branches go on from."""
+        return max(self.ends)
+
+    @property
+    def fed(self) -> int:
+        """Tokens that all branches feed behind their cues."""
+        return sum(len(answer) - 1 for answers in self.answers for answer in answers)
+
+    @property
+    def columns(self) -> int:
+        """Tokens of the trunk and of its branches."""
+        return self.trunk + len(self.ends) * max(1, len(self.cue)) + self.fed
 
     @property
     def widest(self) -> int:
@@ -84,7 +100,7 @@ def forced(scorer: Scorer, asked: Sequence[Forced]) -> Iterator[tuple[int, Read]
         for i in branching:
             yield i, _alone(scorer, asked[i])
         return
-    for batch in scorer.batches([max(asked[i].ends) for i in branching]):
+    for batch in scorer.batches([asked[i].columns for i in branching]):
         items = [asked[branching[b]] for b in batch]
         with scorer.measuring():
             found = _packed(scorer, items)
@@ -103,8 +119,19 @@ def _alone(scorer: Scorer, item: Forced) -> Read:
 
 
 def _packed(scorer: Scorer, items: Sequence[Forced]) -> list[Read]:
-    """One forward for all trunks, and one for all branches, or several where the limits ask for it."""
-    trunks = [item.ids[: max(item.ends)] for item in items]
+    """All trunks and all branches in one forward, where the limits allow that for a row; else in several."""
+    slots, cue = max(len(item.ends) for item in items), max(1, *(len(item.cue) for item in items))
+    answers = max(item.fed for item in items)
+    columns = max(item.trunk for item in items) + slots * cue + answers
+    rows = min(scorer.max_tokens // columns, scorer.rows_of_logits // (slots + answers))
+    if not rows:
+        return _over_cache(scorer, items)
+    return [read for at in range(0, len(items), rows) for read in _branch(scorer, items[at : at + rows], range(slots))]
+
+
+def _over_cache(scorer: Scorer, items: Sequence[Forced]) -> list[Read]:
+    """One forward for all trunks, and several for the branches."""
+    trunks = [item.ids[: item.trunk] for item in items]
     nothing = torch.zeros(0, dtype=torch.long, device=scorer.device)
     cache = Cache(layer_class_to_replicate=_TrunkLayer)
     scorer.forward(trunks, nothing, use_cache=True, **{scorer.cache_name: cache})
@@ -145,21 +172,31 @@ class _TrunkLayer(DynamicLayer):
         self.device, self.dtype, self.is_initialized = keys_BHWD.device, keys_BHWD.dtype, True
 
 
-def _branch(scorer: Scorer, items: Sequence[Forced], numbered: range, trunk: Cache) -> list[Read]:
-    """Reads these branches of every item, those that it has, in one forward over the trunks."""
+def _branch(scorer: Scorer, items: Sequence[Forced], numbered: range, cache: Cache | None = None) -> list[Read]:
+    """Reads these branches of every item, those that it has, in one forward over the trunks or with them."""
     table_5BQ, kept_K, wanted_P3 = (part.to(scorer.device) for part in _layout(items, numbered))
     ids_BQ, place_BQ, end_BQ, slot_BQ, answer_BQ = table_5BQ
+    trunk = cache.get_seq_length() if cache else max(item.trunk for item in items)
     sees_BQQ = (slot_BQ[:, :, None] == slot_BQ[:, None]) & (place_BQ[:, :, None] >= place_BQ[:, None])
     sees_BQQ &= (answer_BQ[:, None] == 0) | (answer_BQ[:, :, None] == answer_BQ[:, None])
-    sees_BQW = torch.arange(trunk.get_seq_length(), device=scorer.device) < end_BQ[:, :, None]
-    blocked_B1QW = ~torch.cat([sees_BQW, sees_BQQ], dim=-1)[:, None]
+    trunk_W = torch.arange(trunk, device=scorer.device)
+    blocked_B1QW = ~torch.cat([trunk_W < end_BQ[:, :, None], sees_BQQ], dim=-1)[:, None]
     # Eager attention adds the mask, so it holds numbers of the model's own type.
     mask_B1QW = scorer.model.get_input_embeddings().weight.new_zeros(blocked_B1QW.shape)
     mask_B1QW.masked_fill_(blocked_B1QW, torch.finfo(mask_B1QW.dtype).min)
-    out = scorer.forward(
-        ids_BQ.tolist(), kept_K, use_cache=True,
-        attention_mask=mask_B1QW, position_ids=place_BQ, **{scorer.cache_name: trunk},
-    )  # fmt: skip
+    rows = ids_BQ.tolist()
+    if cache:
+        out = scorer.forward(
+            rows, kept_K, use_cache=True,
+            attention_mask=mask_B1QW, position_ids=place_BQ, **{scorer.cache_name: cache},
+        )  # fmt: skip
+    else:
+        rows = [
+            [*item.ids[: item.trunk], *[scorer.pad_id] * (trunk - item.trunk), *row]
+            for item, row in zip(items, rows, strict=True)
+        ]
+        place_BW = torch.cat([trunk_W.expand(len(rows), -1), place_BQ], dim=1)
+        out = scorer.forward(rows, trunk + kept_K, attention_mask=PackedMask.of(mask_B1QW), position_ids=place_BW)
     logprob, entropy = _predicted(scorer, out.logits, wanted_P3)
     reads: list[Read] = []
     at = 0

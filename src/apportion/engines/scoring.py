@@ -15,10 +15,67 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from apportion.engines.base import Cost
 from apportion.errors import InputError
+
+
+class PackedMask(Tensor):
+    """(B, 1, W, W), added to attention's scores in rows of a trunk, which is causal, and of branches behind it.
+
+    torch's attention gets the two apart: without a mask the trunk takes the causal kernel, which skips the half that
+    nobody looks at, and only the branches' rows are ever numbers. Whatever else a model does with the mask, as eager
+    attention does, it does with all of them.
+    """
+
+    branches_B1QW: Tensor
+
+    @classmethod
+    def of(cls, branches_B1QW: Tensor) -> PackedMask:
+        """Of the rows of the mask that are the branches': the last Q."""
+        batch, _, _, width = branches_B1QW.shape
+        mask = branches_B1QW.new_zeros(1).expand(batch, 1, width, width).as_subclass(cls)
+        mask.branches_B1QW = branches_B1QW
+        return mask
+
+    def whole(self) -> Tensor:
+        """The same, all numbers."""
+        _, _, own, width = self.branches_B1QW.shape
+        lowest = torch.finfo(self.branches_B1QW.dtype).min
+        trunk_XW = self.branches_B1QW.new_full((width - own, width), lowest).triu(1)
+        return torch.cat([trunk_XW.expand(len(self.branches_B1QW), 1, -1, -1), self.branches_B1QW], dim=-2)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        if func.__name__ == "__get__":  # the shape, the type or the device
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(*map(_whole, args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, PackedMask) else value
+
+
+def _attend(
+    query_BHWD: Tensor, key_BHWD: Tensor, value_BHWD: Tensor, attn_mask: PackedMask,
+    dropout_p: float = 0.0, is_causal: bool = False, **rest: Any,
+) -> Tensor:  # fmt: skip
+    mask_B1QW = attn_mask.branches_B1QW
+    trunk = slice(mask_B1QW.shape[3] - mask_B1QW.shape[2])
+    parts = (
+        scaled_dot_product_attention(
+            query_BHWD[:, :, trunk], key_BHWD[:, :, trunk], value_BHWD[:, :, trunk], None, dropout_p, True, **rest
+        ),
+        scaled_dot_product_attention(
+            query_BHWD[:, :, trunk.stop :], key_BHWD, value_BHWD, mask_B1QW, dropout_p, is_causal, **rest
+        ),
+    )
+    # Heads lie behind positions in memory, as models want them next.
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
 
 
 class Scorer:
@@ -87,9 +144,23 @@ class Scorer:
         """Whether several tokens can go on from a cache at once: some linear attention takes them one by one."""
         return self.sliceable(0)
 
+    @property
+    def steady(self) -> float:
+        """Tokens up to which a position is encoded the same in a sequence of any length: not all RoPE is beyond them."""
+        config = self.model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        # Some models have one for each type of layer.
+        each = [rope] if "rope_type" in rope else [own for own in rope.values() if isinstance(own, dict)]
+        limit = config.max_position_embeddings if each else 0
+        return min(
+            (own.get("original_max_position_embeddings") or limit for own in each
+             if own.get("rope_type") in ("dynamic", "longrope")),
+            default=float("inf"),
+        )  # fmt: skip
+
     def sliceable(self, longest: int) -> bool:
-        """Whether every layer keeps every key of sequences this long, in the order of their tokens."""
-        return all(
+        """Whether every layer keeps every key of sequences this long, in the order of their tokens, as it was."""
+        return longest <= self.steady and all(
             type(layer) is DynamicLayer
             or (type(layer) is DynamicSlidingWindowLayer and longest <= layer.sliding_window)
             for layer in DynamicCache(config=self.model.config).layers
@@ -144,7 +215,7 @@ class Scorer:
         width = max(map(len, rows))
         at_once = max(1, self.rows_of_logits // len(rows))
         cuts = [0, *range(first + at_once, width, at_once), width]
-        caching, cache = len(cuts) > 2 and self.continues, None
+        caching, cache = len(cuts) > 2 and self.continues and width <= self.steady, None
         for start, stop in pairwise(cuts):
             kept = max(start, first)
             part = [row[start if caching else 0 : stop] for row in rows]
@@ -160,11 +231,14 @@ class Scorer:
         self.cost.backward_tokens += backward
 
     def batches(self, lengths: Sequence[int], rows_each: int = 1) -> Iterator[list[int]]:
-        """Indices of requests grouped by falling length, so that `rows_each` padded rows of each fit one forward."""
+        """Indices of requests grouped by falling length, so that `rows_each` padded rows of each fit one forward.
+
+        A length at which positions are not `steady` has a forward of its own.
+        """
         batch: list[int] = []
         for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
             width = lengths[batch[0]] if batch else lengths[i]
-            if batch and (len(batch) + 1) * rows_each * width > self.max_tokens:
+            if batch and ((len(batch) + 1) * rows_each * width > self.max_tokens or width > self.steady):
                 yield batch
                 batch = []
             batch.append(i)

@@ -20,8 +20,8 @@ from apportion.engines.scoring import Scorer
 from apportion.errors import InputError
 from apportion.measure.plan import Representation
 
-# A batch of suffixes starts where its first one does: a quarter of that length in rows computes an eighth too much.
-_ROWS_SHARE, _FEW_ROWS = 4, 16
+# A batch of suffixes starts where its first one does: an eighth of that length in rows computes a sixteenth too much.
+_ROWS_SHARE, _FEW_ROWS = 8, 16
 
 
 def sensitivities(scorer: Scorer, requests: Sequence[SensitivityRequest]) -> Iterator[Reading]:
