@@ -228,7 +228,8 @@ function drawPivot() {
     el("p", { class: "lead" }, el("bdi", null, `…${lead}`), " ▸"),
     found ? el("ol", { class: "continuations" }, alike(found.items).map(({ c, times }) => el("li", { class: c.verdict },
       el("header", null, verdict(c.verdict), ` ${c.verdict}`, c.verdict === "partial" ? ` ${short(c.reward)}` : "",
-        times > 1 ? el("b", null, ` ×${times}`) : "", c.finish === "length" ? " · cut" : "", c.rescued ? " · rescued" : ""),
+        times > 1 ? el("b", null, ` ×${times}`) : "",
+        { length: " · cut", decided: " · ended as decided" }[c.finish] ?? "", c.rescued ? " · rescued" : ""),
       el("pre", { dir: "auto" }, c.text.trim() === "" ? "(nothing more)" : c.text))))
       : el("p", { class: "quiet" }, "Its continuations are not in the run folder."));
 }
