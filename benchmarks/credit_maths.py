@@ -6,8 +6,9 @@
 512 responses of 2,048 tokens in groups of 8, a step every 64 tokens, everything measured that a method asks for (random
 numbers: the maths does not look at them). Times are medians; "pass" is the time of one read and write of the batch's
 tokens in float64 in the same run, the least that any per-token rule can cost, and "looping" a plain loop over the
-responses, as verl's estimator of GRPO forms its advantages. Growth is from 10^4 to 10^6 tokens; memory is the largest
-resident size above that before the call, over the size of the batch's own tensors.
+responses, as verl's estimator of GRPO forms its advantages; what stands beside it is our GRPO from rewards to token
+advantages, `base` and `assign`. Growth is from 10^4 to 10^7 tokens. Memory is the largest resident size during the call
+above that before it, over the size of the batch's own tensors; it needs Linux.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from apportion.measure.evidence import Belief, Confidence, Continuations, Eviden
 from apportion.rollouts import Rollouts
 
 GROUP, TOKENS, STEP = 8, 2048, 64
-SIZES = (10_000, 1_000_000)
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 
 
 def batch(responses: int, length: int) -> Rollouts:
@@ -65,25 +66,33 @@ def evidence(rollouts: Rollouts) -> Evidence:
     )  # fmt: skip
 
 
-def looping(rollouts: Rollouts) -> Tensor:
-    """GRPO's advantages by a loop over (R, W) responses and a dictionary of groups."""
-    score = rollouts.to_padded(torch.zeros(len(rollouts.row)))
-    score[:, -1] = rollouts.reward.float()
-    mask = torch.ones_like(score)
-    total = score.sum(-1)
+def padded(rollouts: Rollouts) -> tuple[Tensor, Tensor, np.ndarray]:
+    """What verl's estimators are given: (R, W) rewards on the last token, (R, W) mask, and the name of each prompt."""
+    reward = torch.zeros(len(rollouts), int(rollouts.length.max()))
+    reward[torch.arange(len(rollouts)), rollouts.length - 1] = rollouts.reward.float()
+    names = np.array([f"prompt {group}" for group in rollouts.group.tolist()], dtype=object)
+    return reward, rollouts.to_padded(rollouts.mask.float()), names
+
+
+@torch.no_grad()
+def looping(reward: Tensor, mask: Tensor, names: np.ndarray) -> Tensor:
+    """GRPO's advantages by a loop over responses and a dictionary of groups."""
+    total = reward.sum(-1)
     members = defaultdict(list)
-    for i, group in enumerate(rollouts.group.tolist()):
-        members[group].append(total[i])
-    mean = {group: torch.stack(rewards).mean() for group, rewards in members.items()}
-    deviation = {group: torch.stack(rewards).std() for group, rewards in members.items()}
-    for i, group in enumerate(rollouts.group.tolist()):
-        total[i] = (total[i] - mean[group]) / (deviation[group] + 1e-6)
+    for i in range(len(total)):
+        members[names[i]].append(total[i])
+    mean, deviation = {}, {}
+    for name, rewards in members.items():
+        stacked = torch.stack(rewards)
+        mean[name], deviation[name] = stacked.mean(), stacked.std()
+    for i in range(len(total)):
+        total[i] = (total[i] - mean[names[i]]) / (deviation[names[i]] + 1e-6)
     return total[:, None] * mask
 
 
 def seconds(call: Callable[[], object], least: int = 5) -> float:
     call()
-    took = []
+    took: list[float] = []
     while len(took) < least or (sum(took) < 0.5 and len(took) < 50):
         start = time.perf_counter()
         call()
@@ -91,49 +100,64 @@ def seconds(call: Callable[[], object], least: int = 5) -> float:
     return median(took)
 
 
-def assigning(name: str, rollouts: Rollouts) -> Callable[[], object]:
-    """`assign` of a fresh batch object, so that what a batch keeps once it was computed counts too."""
+def fresh(rollouts: Rollouts) -> Rollouts:
+    """The batch as a new object, so that what a batch keeps once it was computed counts too."""
+    again = object.__new__(Rollouts)
+    again.__dict__.update({field.name: getattr(rollouts, field.name) for field in fields(Rollouts)})
+    return again
+
+
+def assigning(name: str, rollouts: Rollouts, found: Evidence) -> Callable[[], object]:
     method = make_method(name)
-    found = evidence(rollouts)
     base = method.base(rollouts)
-    kept = {field.name: getattr(rollouts, field.name) for field in fields(Rollouts)}
+    return lambda: method.assign(fresh(rollouts), found, base)
 
-    def call() -> object:
-        fresh = object.__new__(Rollouts)
-        fresh.__dict__.update(kept)
-        return method.assign(fresh, found, base)
 
-    return call
+def from_rewards(rollouts: Rollouts) -> object:
+    """GRPO's token advantages with nothing given but the batch."""
+    method, again = make_method("grpo"), fresh(rollouts)
+    return method.assign(again, Evidence(), method.base(again))
+
+
+def sized(tokens: int) -> Rollouts:
+    return batch(max(GROUP, tokens // TOKENS // GROUP * GROUP), min(TOKENS, tokens // GROUP))
 
 
 def peak(name: str, tokens: int) -> float:
     """Peak resident bytes of one `assign` over the bytes of the batch's tensors; run in a process of its own."""
-    rollouts = batch(max(GROUP, tokens // TOKENS), min(TOKENS, tokens // GROUP))
-    call = assigning(name, rollouts)
+    rollouts = sized(tokens)
+    call = assigning(name, rollouts, evidence(rollouts))
     held = sum(v.nbytes for f in fields(Rollouts) if isinstance(v := getattr(rollouts, f.name), Tensor))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Forgets the peak so far, that of making the batch.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
     call()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / held
+    return (resident("VmHWM") - before) / held
 
 
-def growth(name: str) -> dict[str, float]:
-    """Nanoseconds a token at each size."""
-    found = {}
-    for tokens in SIZES:
-        rollouts = batch(max(GROUP, tokens // TOKENS // GROUP * GROUP), min(TOKENS, tokens // GROUP))
-        found[str(tokens)] = round(1e9 * seconds(assigning(name, rollouts), 3) / len(rollouts.row), 2)
-    return found
+def resident(field: str) -> int:
+    """Bytes of this process now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
-def measure(name: str, rollouts: Rollouts, least_s: float) -> dict[str, Any]:
-    took = seconds(assigning(name, rollouts))
+def measure(name: str, sizes: dict[int, tuple[Rollouts, Evidence]], least_s: float) -> dict[str, Any]:
+    """`sizes` are the batches of each number of tokens and, under 0, the one that times are quoted for."""
+    took = seconds(assigning(name, *sizes[0]))
     command = [sys.executable, __file__, "--peak", name]
-    memory = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    # With a fixed threshold, memory that is given back leaves the process at once and cannot hide what is taken.
+    fixed = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "100000"}
+    memory = float(subprocess.run(command, check=True, capture_output=True, text=True, env=fixed).stdout)
+    growth = {}
+    for tokens in SIZES:
+        made = sizes[tokens][0]
+        took_s = seconds(assigning(name, *sizes[tokens]), 1 if tokens == SIZES[-1] else 3)
+        growth[str(tokens)] = round(1e9 * took_s / len(made.token_ids), 2)
     return {
         "ms": round(1e3 * took, 2),
         "over_pass": round(took / least_s, 1),
         "memory_over_batch": round(memory, 2),
-        "ns_a_token": growth(name),
+        "ns_a_token": growth,
     }
 
 
@@ -147,19 +171,26 @@ def main() -> None:
         print(peak(options.peak, 4_000_000))
         return
     rollouts = batch(512, TOKENS)
+    sizes = {0: (rollouts, evidence(rollouts))}
+    for tokens in SIZES:
+        made = sized(tokens)
+        sizes[tokens] = made, evidence(made)
     values = torch.rand(len(rollouts.row)).double()
     least_s = seconds(lambda: values * 2.0)
+    given = padded(rollouts)
+    looping_s, from_rewards_s = seconds(lambda: looping(*given)), seconds(lambda: from_rewards(rollouts))
     found: dict[str, Any] = {
         "command": "python benchmarks/credit_maths.py",
         "processors": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "pass_ms": round(1e3 * least_s, 2),
-        "looping_ms": round(1e3 * seconds(lambda: looping(rollouts)), 1),
-        "grpo_and_base_ms": round(1e3 * seconds(lambda: make_method("grpo").base(rollouts)), 2),
+        "looping_ms": round(1e3 * looping_s, 2),
+        "grpo_from_rewards_ms": round(1e3 * from_rewards_s, 2),
+        "looping_over_grpo": round(looping_s / from_rewards_s, 1),
         "methods": {},
     }
     for name in options.methods or method_names():
-        found["methods"][name] = measure(name, rollouts, least_s)
+        found["methods"][name] = measure(name, sizes, least_s)
         print(name, json.dumps(found["methods"][name]), flush=True)
     options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps({key: value for key, value in found.items() if key != "methods"}))

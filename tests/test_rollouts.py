@@ -7,16 +7,18 @@ taken over masked tokens too; half-precision statistics let through.
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from apportion.errors import InputError
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, in_blocks, keep, keep_
 from strategies import Batch, batches
 
 NAN = float("nan")
@@ -61,6 +63,71 @@ def test_sums_and_means() -> None:
     # (1+3)/2, nothing, (4+6)/2: the 100 is masked.
     assert rollouts.row_mean(values).tolist() == [2.0, 0.0, 5.0]
     assert rollouts.row_mean(torch.tensor([1.0, 3.0, 4.0, NAN, 6.0])).tolist() == [2.0, 0.0, 5.0]
+
+
+def test_extremes_counts_and_running_sums() -> None:
+    rollouts = small()
+    values = torch.tensor([1.0, 3.0, 4.0, -2.0, 6.0], dtype=torch.float64)
+    assert rollouts.row_min(values).tolist() == [1.0, torch.inf, -2.0]
+    assert rollouts.row_max(values).tolist() == [3.0, -torch.inf, 6.0]
+    assert rollouts.row_count(values > 2).tolist() == [1.0, 0.0, 2.0]
+    assert rollouts.row_count(values > -9).tolist() == [2.0, 0.0, 3.0]
+    assert rollouts.running_sum(values).tolist() == [1.0, 4.0, 4.0, 2.0, 8.0]
+    # float32 cannot hold 2^24 + 1, and 300 flags are more than an int8 counts.
+    wide = Rollouts.from_lists([[1] * 300], ["p"], [1.0])
+    ones = torch.ones(300)
+    ones[0] = 2.0**24
+    assert wide.row_sum(ones).tolist() == [2.0**24 + 299]
+    assert wide.row_count(ones < 2).tolist() == [299.0]
+
+
+def test_tokens_before_a_position() -> None:
+    for position, wanted in (
+        ([1, 0, 2], [True, False, True, True, False]),
+        ([-1, 5, 0], [False] * 5),
+        ([9, -3, 3], [True] * 5),
+    ):
+        assert small().before(torch.tensor(position)).tolist() == wanted
+
+
+def test_keep() -> None:
+    values, flags = torch.tensor([1.0, NAN, -3.0]), torch.tensor([True, False, True])
+    assert keep(values, flags).tolist() == [1.0, 0.0, -3.0] and keep(values, flags, 7.0).tolist() == [1.0, 7.0, -3.0]
+    assert values[1].isnan() and keep(values, ~flags | flags) is values
+    assert keep_(values, flags, 2.0) is values and values.tolist() == [1.0, 2.0, -3.0]
+
+
+@pytest.mark.parametrize("most", [1, 7, 1 << 16])
+def test_blocks_hold_every_value_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a block may hold, values stand in their own row, in their order, with little behind them."""
+    monkeypatch.setattr("apportion.rollouts._BLOCK", most)
+    length = np.array([0, 3, 1, 0, 40, 2, 5, 5, 0, 64, 33, 1, 0])
+    values = np.arange(length.sum(), dtype=np.float64)
+    rows = np.split(values, length.cumsum()[:-1])
+    found, seen = np.full_like(values, -1), []
+    for block in in_blocks(values, length, np.inf):
+        for row, laid, present in zip(block.rows, block.values, block.present, strict=True):
+            assert laid[present].tolist() == rows[row].tolist() and present[: length[row]].all()
+            assert (laid[length[row] :] == np.inf).all() and len(laid) < 2 * max(length[row], 1)
+        seen += block.rows.tolist()
+        block.values[block.present] *= 2
+        block.into(found)
+    assert sorted(seen) == length.nonzero()[0].tolist() and found.tolist() == (2 * values).tolist()
+    assert list(in_blocks(values[:0], length[:0], 0.0)) == list(in_blocks(values[:0], length[:1], 0.0)) == []
+
+
+def test_one_long_response_pads_no_other() -> None:
+    """Rows as wide as the longest would be 4,000 times 20,000 numbers."""
+    length = [20_000] + [10] * 3_999
+    rollouts = Rollouts.from_lists([[1] * n for n in length], [0] * 4_000, [1.0] * 4_000)
+    ones = torch.ones(sum(length), dtype=torch.float64)
+    tracemalloc.start()
+    try:
+        summed = rollouts.running_sum(ones)
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(summed, rollouts.position + 1.0) and held < 8 * ones.nbytes
 
 
 def test_select_in_any_order() -> None:

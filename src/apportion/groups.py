@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,19 +55,20 @@ def stats_by(values: Tensor, owner: Tensor, owners: int, ddof: int) -> GroupStat
     Args:
         values: [K] float64. owner: [K] int64 from 0 to `owners` − 1.
     """
-    values, order = values.sort()
-    owner = owner[order]
+    order = np.argsort(values.numpy())
+    x, of = values.numpy()[order], owner.numpy()[order]
 
-    def total(terms: Tensor) -> Tensor:
-        return torch.zeros(owners, dtype=torch.float64).index_add_(0, owner, terms)
+    def total(terms: np.ndarray) -> Tensor:
+        # Without a single value numpy counts in whole numbers.
+        return torch.from_numpy(np.bincount(of, terms, owners)).double()
 
-    def extreme(how: str) -> Tensor:
-        return torch.zeros(owners, dtype=torch.float64).scatter_reduce_(0, owner, values, how, include_self=False)
-
-    count = total(torch.ones_like(values))
-    mean = total(values) / count.clamp(min=1)
-    collapsed = ~differ(extreme("amin"), extreme("amax")) | (count < 2)
-    variance = total((values - mean[owner]) ** 2) / (count - ddof).clamp(min=1)
+    count = total(np.ones(len(x)))
+    mean = total(x) / count.clamp(min=1)
+    low, high = np.zeros((2, owners))
+    # Of several values for one place the last one stays: the largest going up, the smallest going down.
+    high[of], low[of[::-1]] = x, x[::-1]
+    collapsed = ~differ(torch.from_numpy(low), torch.from_numpy(high)) | (count < 2)
+    variance = total((x - mean.numpy()[of]) ** 2) / (count - ddof).clamp(min=1)
     return GroupStats(mean, variance.sqrt().masked_fill(collapsed, 0.0), count, collapsed)
 
 

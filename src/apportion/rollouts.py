@@ -5,7 +5,7 @@ Shapes: _N flat tokens, _R responses, _P prompts (groups), (R, W) padded at the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,9 @@ from apportion.errors import InputError
 
 # Log-probabilities above 0 and entropies below it are impossible; bf16 engines overshoot by about this much.
 _ROUNDING = 1e-2
+
+# Numbers that are worked on at once: with a few temporaries they fit into a core's cache.
+_BLOCK = 1 << 16
 
 # Optional per-token fields and the dtype they take when they come as lists.
 _TOKEN_FIELDS = {
@@ -239,7 +242,7 @@ class Rollouts:
     @cached_property
     def trainable(self) -> Tensor:
         """[R] number of trainable tokens, float64 (it is only ever divided by)."""
-        return self.row_sum(self.mask.double())
+        return self.row_count(self.mask)
 
     @cached_property
     def scored(self) -> Tensor:
@@ -261,8 +264,14 @@ class Rollouts:
         return repeated(values, self.length)
 
     def row_sum(self, values: Tensor) -> Tensor:
-        """[R] sums of [N] numbers over each response, in their dtype; 0 for an empty one."""
-        return self._by_row(np.add, values, 0)
+        """[R] sums of [N] numbers over each response, in float64; 0 for an empty one."""
+        return self._by_row(np.add, values, 0, np.float64)
+
+    def row_count(self, flags: Tensor) -> Tensor:
+        """[R] float64, how many of [N] flags are True in each response."""
+        if flags.numpy().all():
+            return self.length.double()
+        return self._by_row(np.add, flags.view(torch.int8), 0, np.int32).double()
 
     def row_min(self, values: Tensor) -> Tensor:
         """[R] the smallest of [N] numbers in each response; ∞ for an empty one."""
@@ -272,27 +281,36 @@ class Rollouts:
         """[R] the largest of [N] numbers in each response; −∞ for an empty one."""
         return self._by_row(np.maximum, values, -torch.inf)
 
+    def before(self, position: Tensor) -> Tensor:
+        """[N] bool: tokens that stand before their response's one of [R] positions, which may lie outside it."""
+        head = torch.minimum(position.clamp(min=0), self.length)
+        pieces = torch.stack([head, self.length - head], 1).flatten()
+        return repeated(torch.tensor([True, False]).repeat(len(self)), pieces)
+
     def running_sum(self, values: Tensor) -> Tensor:
         """[N] the sum of each of [N] numbers and those before it in its response."""
-        padded = self.to_padded(values)
-        return padded.cumsum(1).masked_select(self._present(padded.shape[1]))
+        found = torch.empty_like(values)
+        for block in in_blocks(values.numpy(), self.length.numpy(), 0):
+            summed = torch.from_numpy(block.values)
+            torch.cumsum(summed, 1, out=summed)
+            block.into(found.numpy())
+        return found
 
     def _present(self, width: int) -> Tensor:
         return torch.arange(width) < self.length[:, None]
 
-    def _by_row(self, reduce: np.ufunc, values: Tensor, empty: float) -> Tensor:
+    def _by_row(self, reduce: np.ufunc, values: Tensor, empty: float, dtype: type | None = None) -> Tensor:
         # Tokens of a response lie side by side, which makes this several times faster than scattering them. A piece
         # of `reduceat` reaches to the next start, so the starts of empty responses are left out.
-        some = self.length > 0
-        found = values.new_full((len(self),), empty)
+        some = self.length.numpy() > 0
+        found = np.full(len(self), empty, dtype=dtype or values.numpy().dtype)
         if some.any():
-            found[some] = torch.from_numpy(reduce.reduceat(values.numpy(), self.offsets[:-1][some].numpy()))
-        return found
+            found[some] = reduce.reduceat(values.numpy(), self.offsets.numpy()[:-1][some], dtype=dtype)
+        return torch.from_numpy(found)
 
     def row_mean(self, values: Tensor) -> Tensor:
         """[R] float64 means over each response's trainable tokens; 0 where it has none."""
-        total = self.row_sum(torch.where(self.mask, values.double(), 0.0))
-        return total / self.trainable.clamp(min=1)
+        return self.row_sum(keep(values, self.mask)) / self.trainable.clamp(min=1)
 
     def unstopped_text(self) -> list[str]:
         """R texts without that of the stop token, which ends the last step and is no part of it."""
@@ -316,12 +334,64 @@ def _offsets(length: Tensor) -> Tensor:
 def _within(length: Tensor) -> Tensor:
     """0, 1, … inside each run of the given lengths."""
     start = repeated(length.cumsum(0) - length, length)
-    return torch.arange(len(start)) - start
+    return torch.arange(len(start)).sub_(start)
 
 
 def repeated(values: Tensor, times: Tensor) -> Tensor:
     """Each of [K] values as often as `times` says, in a seventh of the time of torch.repeat_interleave."""
     return torch.from_numpy(np.repeat(values.numpy(), times.numpy()))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some rows of values, laid out side by side.
+
+    Attributes:
+        rows: [r] int64, which rows they are.
+        values: (r, W), every row's values and what fills it up behind them. May be written to.
+        present: (r, W) bool, False where it is filled up.
+    """
+
+    rows: np.ndarray
+    values: np.ndarray
+    present: np.ndarray
+    _span: slice
+    _chosen: np.ndarray
+
+    def into(self, found: np.ndarray) -> None:
+        """Writes the block's values to their places in [K] flat ones."""
+        found[self._span][self._chosen] = self.values[self.present]
+
+
+def in_blocks(values: np.ndarray, length: np.ndarray, fill: float) -> Iterator[Block]:
+    """Lays [K] values out in rows of [R] lengths, some rows at a time: about `_BLOCK` values, which a cache holds.
+
+    Rows of a block are of like length, up to twice as long as another, so that no long response pads all others.
+    """
+    end = length.cumsum()
+    start, size = end - length, np.ceil(np.log2(np.maximum(length, 1)))
+    piece = start // _BLOCK
+    for number in np.unique(piece[length > 0]):
+        own = np.arange(*np.searchsorted(piece, (number, number + 1)))
+        own = own[length[own] > 0]
+        span = slice(start[own[0]], end[own[-1]])
+        for same in np.unique(size[own]):
+            like = size[own] == same
+            rows, chosen = own[like], np.repeat(like, length[own])
+            present = np.arange(length[rows].max()) < length[rows][:, None]
+            laid = np.full(present.shape, fill, dtype=values.dtype)
+            laid[present] = values[span][chosen]
+            yield Block(rows, laid, present, span, chosen)
+
+
+def keep(values: Tensor, flags: Tensor, other: float = 0.0) -> Tensor:
+    """[K] values where [K] flags are True, `other` elsewhere; the same tensor where all are."""
+    return values if flags.numpy().all() else torch.where(flags, values, other)
+
+
+def keep_(values: Tensor, flags: Tensor, other: float = 0.0) -> Tensor:
+    """`keep` that writes into `values`: memory that is new costs more than the arithmetic."""
+    return values if flags.numpy().all() else values.masked_fill_(~flags, other)
 
 
 def _same_shape(field: str, value: Tensor, like: Tensor) -> Tensor:

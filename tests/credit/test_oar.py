@@ -26,7 +26,7 @@ from pydantic import ValidationError
 import reference_answers as slow
 from apportion.credit.answers import BOXED, Stated, reasoning_ends, stated_answers
 from apportion.credit.method import CreditMethod
-from apportion.credit.oar import OARG, OARP, bilevel, row_quantile
+from apportion.credit.oar import OARG, OARP, bilevel, ranked_quantile
 from apportion.credit.registry import setting_error
 from apportion.errors import InputError
 from apportion.groups import Base
@@ -105,16 +105,14 @@ def test_equal_importance_is_no_reason_to_move_credit() -> None:
         assert OARP().assign(rollouts, evidence, base).weight.tolist() == [1.0] * len(rollouts.row)
 
 
-def test_row_quantile_is_torch_quantile() -> None:
+def test_ranked_quantile_is_torch_quantile() -> None:
     fill = random.Random(0)
-    rows = [[fill.choice((0.0, 0.5, fill.random())) for _ in range(n)] for n in (1, 2, 0, 7, 40)]
-    use = torch.tensor([fill.random() < 0.8 for row in rows for _ in row])
-    flat = torch.tensor([v for row in rows for v in row], dtype=torch.float64)
-    rollouts = Rollouts.from_lists([[1] * len(row) for row in rows], range(len(rows)), [1.0] * len(rows))
-    counted = [own[kept] for own, kept in zip(*(t.split([len(r) for r in rows]) for t in (flat, use)), strict=True)]
+    rows = [sorted(fill.choice((0.0, 0.5, fill.random())) for _ in range(n)) for n in (1, 2, 7, 40)]
+    ranked = torch.tensor([row + [torch.inf] * (40 - len(row)) for row in rows], dtype=torch.float64)
+    count = torch.tensor([[len(row)] for row in rows], dtype=torch.float64)
     for q in (0.0, 0.07, 0.25, 0.5, 0.97, 1.0):
-        found = row_quantile(rollouts, flat, use, q)
-        wanted = [own.quantile(q).item() if len(own) else 0.0 for own in counted]
+        wanted = [[torch.tensor(row, dtype=torch.float64).quantile(q).item()] for row in rows]
+        found = ranked_quantile(ranked, count, q)
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=0, atol=1e-12)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from apportion.credit.record import Conserves, Credit, conservation_error
+from apportion.credit.record import Conserves, Credit, conservation_error, nothing
 from apportion.credit.registry import BUILT_IN, make_method, method_class, method_names
 from apportion.errors import InputError
 from apportion.rollouts import Rollouts
@@ -50,6 +50,36 @@ def test_form() -> None:
     assert credit.token.tolist() == [1.25, 0.0, 3.0, -2.0]
     with pytest.raises(InputError, match=r"base: got shape \(3,\); expected shape \(2,\)"):
         Credit.form(part, torch.zeros(3), method="m", settings={}, conserves="none")
+
+
+def test_a_base_that_counts_for_nothing() -> None:
+    """The weight is 0 on every token, though one number holds it, and the credit is the residual."""
+    part = Rollouts.from_lists([[1, 2], [3]], ["p", "p"], [1.0, 0.0])
+    residual = torch.tensor([0.25, -0.5, 3.0], dtype=torch.float64)
+    weight = nothing(residual)
+    credit = Credit.form(
+        part, torch.tensor([2.0, -1.0]), method="m", settings={}, conserves="none", weight=weight, residual=residual
+    )
+    assert weight.tolist() == [0.0] * 3 and weight.dtype == torch.float64
+    assert credit.token.tolist() == residual.tolist()
+
+
+@pytest.mark.parametrize("part", [None, 0])
+def test_what_float32_cannot_hold_is_refused_by_row(part: int | None) -> None:
+    """Both where the base stands for all tokens and where tokens differ; a masked token may hold anything."""
+    batch = Rollouts.from_lists([[1], [2, 3], [4]], ["p"] * 3, [1.0, 0.0, 1.0], mask=[[0], [1, 1], [1]])
+    residual = None if part is None else torch.zeros(4, dtype=torch.float64)
+    base = torch.tensor([1e300, 1e300, 0.0], dtype=torch.float64)
+    with pytest.raises(InputError, match="m: advantage of row 1"):
+        Credit.form(batch, base, method="m", settings={}, conserves="none", residual=residual)
+    base[1] = 2.0
+    if residual is not None:
+        residual[3] = 1e300
+        with pytest.raises(InputError, match="m: advantage of row 2"):
+            Credit.form(batch, torch.zeros(3), method="m", settings={}, conserves="none", residual=residual)
+        residual[3] = 0.0
+    credit = Credit.form(batch, base, method="m", settings={}, conserves="none", residual=residual)
+    assert credit.token.tolist() == [0.0, 2.0, 2.0, 0.0]
 
 
 def test_registry() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from apportion.credit.method import Need
 from apportion.credit.stages import Reweighting
 from apportion.errors import InputError
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep, keep_
 
 
 class CWGRPO(Reweighting):
@@ -52,17 +52,16 @@ class CWGRPO(Reweighting):
                 f"{self.name}: old_logprob", "none", "one value a token", "give `old_logprob` for every row"
             )
         scope = _Scope(rollouts, self.scope)
-        logprob, spread = scope.only(rollouts.old_logprob.double()), scope.only(advantage)
-        c = scope.deviations(logprob) * scope.deviations(spread)
-        deviation = scope.mean(scope.deviations(c) ** 2).sqrt()
-        flat = deviation < 1e-12
-        for values in (logprob, spread, c):
-            flat = flat | scope.equal(values)
-        exponent = c**2 / rollouts.spread(2 * deviation.masked_fill(flat, 1.0) ** 2)
+        logprob = rollouts.old_logprob.double()
+        c = scope.deviations(logprob).mul_(scope.deviations(advantage))
+        deviation = scope.mean(scope.deviations(c).square_()).sqrt()
+        flat = (deviation < 1e-12) | scope.equal(logprob) | scope.equal(advantage) | scope.equal(c)
+        exponent = c.square_().div_(rollouts.spread(2 * deviation.masked_fill(flat, 1.0) ** 2))
         least = scope.least(exponent)
-        raw = torch.exp(rollouts.spread(torch.where(torch.isfinite(least), least, 0.0)) - exponent)
-        weight = raw / rollouts.spread(scope.mean(raw))
-        return torch.where(scope.use & ~rollouts.spread(flat), weight, 1.0)
+        nearer = exponent.sub_(rollouts.spread(torch.where(torch.isfinite(least), least, 0.0))).neg_()
+        weight = nearer.exp_()
+        weight /= rollouts.spread(scope.mean(weight))
+        return keep_(weight, scope.use & ~rollouts.spread(flat), 1.0)
 
     def invariants(self, rollouts: Rollouts, weight: Tensor) -> Mapping[str, float]:
         """`mean_weight`: the largest distance of a scope's mean weight from 1."""
@@ -80,32 +79,28 @@ class _Scope:
     def __init__(self, rollouts: Rollouts, scope: Literal["group", "batch"]) -> None:
         self.use, self._rollouts = rollouts.counted, rollouts
         self._group = rollouts.group if scope == "group" else torch.zeros_like(rollouts.group)
-        # Numbers to multiply with and to add: a third of the time of torch.where.
-        self._one, self._beyond = self.use.double(), torch.where(self.use, 0.0, torch.inf).double()
-        self._count = self._total(rollouts.row_sum(self._one)).clamp(min=1)
+        self._count = self._total(rollouts.row_count(self.use)).clamp(min=1)
 
     def _total(self, values_R: Tensor) -> Tensor:
         total = values_R.new_zeros(len(values_R)).index_add_(0, self._group, values_R)
         return total[self._group]
 
-    def only(self, values: Tensor) -> Tensor:
-        """[N] finite values, 0 on tokens that do not count."""
-        return values * self._one
-
     def mean(self, values: Tensor) -> Tensor:
-        return self._total(self._rollouts.row_sum(self.only(values))) / self._count
+        return self._total(self._rollouts.row_sum(keep(values, self.use))) / self._count
 
     def deviations(self, values: Tensor) -> Tensor:
-        """[N] each value's distance from the mean of its scope, 0 on tokens that do not count."""
-        return self.only(values - self._rollouts.spread(self.mean(values)))
+        """[N] each value's distance from the mean of its scope; no number that means anything where none counts."""
+        return values - self._rollouts.spread(self.mean(values))
 
     def least(self, values: Tensor) -> Tensor:
         """The smallest value of the tokens that count; ∞ without one."""
-        least = self._rollouts.row_min(values + self._beyond)
-        found = torch.full_like(least, torch.inf).scatter_reduce(0, self._group, least, "amin")
+        return self._lowest(self._rollouts.row_min(keep(values, self.use, torch.inf)))
+
+    def _lowest(self, values_R: Tensor) -> Tensor:
+        found = torch.full_like(values_R, torch.inf).scatter_reduce(0, self._group, values_R, "amin")
         return found[self._group]
 
     def equal(self, values: Tensor) -> Tensor:
         """Whether the values are equal to 1e-8 of the largest. Their mean may be off by what a sum rounds."""
-        low, high = self.least(values), -self.least(-values)
+        low, high = self.least(values), -self._lowest(-self._rollouts.row_max(keep(values, self.use, -torch.inf)))
         return high - low <= 1e-8 * torch.maximum(low.abs(), high.abs())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -16,7 +17,7 @@ from apportion.credit.record import Conserves, Credit
 from apportion.errors import InputError
 from apportion.groups import Base, compared_rows
 from apportion.measure.evidence import Evidence
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, in_blocks, keep, keep_
 
 # Advantages and rewards nearer to 0 than this are what float32 leaves of 0, and a residue has no direction.
 _RESIDUE = 1e-6
@@ -63,34 +64,34 @@ class EPGRPO(CreditMethod):
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         entropy, logprob, reference = (self._field(rollouts, f) for f in ("entropy", "old_logprob", "ref_logprob"))
         # An engine in bf16 may report an entropy a little below 0.
-        entropy = entropy.clamp(min=0.0)
+        entropy = entropy.to(torch.float64, copy=True).clamp_(min=0.0)
         use = rollouts.counted
-        gate = self._gate(entropy, use)
-        signal = rollouts.spread(self._direction(rollouts, base)) * self.lambda_ * (logprob - reference)
-        bucket = rollouts.spread(rollouts.group * self.buckets) + self._bucket(rollouts, entropy)
-        z = standardised(signal, bucket, use, rollouts.groups * self.buckets)
+        signal = logprob.to(torch.float64, copy=True).sub_(reference)
+        signal *= rollouts.spread(self._direction(rollouts, base) * self.lambda_)
+        z = standardised_(rollouts, signal, self._runs(rollouts, entropy), use)
+        gate = self._gate_(entropy, use)
         compared = use & rollouts.spread(compared_rows(rollouts))
         return Credit.form(
-            rollouts, base.advantage, weight=gate, residual=torch.where(compared, self.eta * gate * z, 0.0),
+            rollouts, base.advantage, weight=gate, residual=keep_(z.mul_(gate).mul_(self.eta), compared),
             method=self.name, settings=self.settings, conserves=self.keeps,
         )  # fmt: skip
 
     def _field(self, rollouts: Rollouts, field: str) -> Tensor:
-        """[N] float64."""
         value: Tensor | None = getattr(rollouts, field)
         if value is None:
             raise InputError(f"{self.name}: {field}", "none", "one value a token", f"give `{field}` for every row")
-        return value.double()
+        return value
 
-    def _gate(self, entropy: Tensor, use: Tensor) -> Tensor:
-        """[N] W_t; whatever it is on tokens out of `use`."""
-        count = int(use.sum())
+    def _gate_(self, entropy: Tensor, use: Tensor) -> Tensor:
+        """[N] W_t; whatever it is on tokens out of `use`. Writes into `entropy`."""
+        count = int(np.count_nonzero(use.numpy()))
         if not count:
             return torch.ones_like(entropy)
-        distance = entropy - torch.where(use, entropy, 0.0).sum() / count
-        deviation = (torch.where(use, distance**2, 0.0).sum() / count).sqrt()
-        gate = torch.full_like(entropy, 0.5) if deviation < 1e-8 else torch.sigmoid(distance * (self.gamma / deviation))
-        return gate / (torch.where(use, gate, 0.0).sum() / count) if self.mean_gate else gate
+        distance = entropy.sub_(keep(entropy, use).sum() / count)
+        chosen = keep(distance, use)
+        deviation = (chosen.dot(chosen) / count).sqrt()
+        gate = distance.fill_(0.5) if deviation < 1e-8 else distance.mul_(self.gamma / deviation).sigmoid_()
+        return gate.div_(keep(gate, use).sum() / count) if self.mean_gate else gate
 
     def _direction(self, rollouts: Rollouts, base: Base) -> Tensor:
         """[R] d_i: −1, 0 or 1."""
@@ -98,30 +99,54 @@ class EPGRPO(CreditMethod):
         towards = torch.where(base.live, base.advantage.detach().double(), judged)
         return torch.where(rollouts.scored & (towards.abs() > _RESIDUE), towards.sign(), 0.0)
 
-    def _bucket(self, rollouts: Rollouts, entropy: Tensor) -> Tensor:
-        """[N] int64, the bucket of each token's progress coordinate."""
-        # Added up row by row and not along the flat batch, whose order must not reach the edges of the buckets.
-        spent, total = rollouts.running_sum(entropy), rollouts.row_sum(entropy)
-        count, silent = rollouts.running_sum(rollouts.mask.double()), total == 0
-        progress = torch.where(rollouts.spread(silent), count, spent)
-        progress /= rollouts.spread(torch.where(silent, rollouts.trainable, total).clamp(min=1e-300))
-        # The hair is taken off because 10 · (.1 + .2) comes out above 3.
-        return (torch.ceil(self.buckets * progress - 1e-9) - 1).clamp(0, self.buckets - 1).long()
+    def _runs(self, rollouts: Rollouts, entropy: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """[K] the first token, rising, and [K] the bucket of every run: tokens of a response that lie in one bucket.
+
+        The progress coordinate never falls, so there are not many.
+        """
+        silent = (rollouts.row_sum(entropy) == 0) & (rollouts.trainable > 0)
+        if silent.any():
+            entropy = torch.where(rollouts.spread(silent), rollouts.mask.double(), entropy)
+        first, bucket = [np.zeros(0, np.int64)], [np.zeros(0)]
+        for block in in_blocks(entropy.numpy(), rollouts.length.numpy(), 0.0):
+            # Added up row by row and not along the flat batch, whose order must not reach the edges of the buckets.
+            progress = torch.from_numpy(block.values)
+            torch.cumsum(progress, 1, out=progress)
+            progress *= self.buckets / progress[:, -1:].clamp(min=1e-300)
+            # The hair is taken off because 10 · (.1 + .2) comes out above 3.
+            end = progress.sub_(1e-9).ceil_().numpy()
+            opens = np.ones(end.shape, dtype=bool)
+            np.not_equal(end[:, 1:], end[:, :-1], out=opens[:, 1:])
+            row, at = np.divmod(np.flatnonzero(opens), end.shape[1])
+            first.append(rollouts.offsets.numpy()[block.rows[row]] + at)
+            bucket.append(end[row, at] - 1)
+        order = np.argsort(np.concatenate(first))
+        return np.concatenate(first)[order], np.concatenate(bucket)[order].clip(0, self.buckets - 1)
 
 
-def standardised(values: Tensor, bucket: Tensor, use: Tensor, buckets: int) -> Tensor:
-    """[N] (x − mean)/(std + 1e-6) over the tokens of the same bucket; 0 in one with one token or std < 1e-8.
+def standardised_(rollouts: Rollouts, values: Tensor, runs: tuple[np.ndarray, np.ndarray], use: Tensor) -> Tensor:
+    """[N] (x − mean)/(std + 1e-6) over the tokens of a group's bucket; 0 in one with one token or std < 1e-8.
+
+    Writes into `values`.
 
     Args:
-        values: [N] float64. bucket: [N] int64 below `buckets`. use: [N] bool, the tokens that count.
+        values: [N] float64. runs: [K] first tokens, rising, and [K] buckets. use: [N] bool, the tokens that count.
     """
-    count = torch.bincount(bucket[use], minlength=buckets).clamp(min=1)
+    if not len(values):
+        return values
+    start, bucket = runs
+    tokens = np.diff(start, append=len(values))
+    group = rollouts.group[torch.searchsorted(rollouts.offsets, torch.from_numpy(start), right=True) - 1].numpy()
+    owner = np.unique(group * (bucket.max() + 1) + bucket, return_inverse=True)[1]
+    count = np.bincount(owner, np.add.reduceat(use.view(torch.int8).numpy(), start, dtype=np.int32)).clip(min=1)
 
-    def mean(of: Tensor) -> Tensor:
-        total = torch.zeros(buckets, dtype=torch.float64).index_add_(0, bucket, torch.where(use, of, 0.0))
-        return (total / count)[bucket]
+    def mean(of: Tensor) -> np.ndarray:
+        return np.bincount(owner, np.add.reduceat(keep(of, use).numpy(), start)) / count
 
+    def spread(of_bucket: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.repeat(of_bucket[owner], tokens))
+
+    values -= spread(mean(values))
     # The mean of one value is that value, so its deviation is exactly 0.
-    distance = values - mean(values)
-    deviation = mean(distance**2).sqrt()
-    return torch.where(deviation >= 1e-8, distance / (deviation + 1e-6), 0.0)
+    deviation = np.sqrt(mean(values**2))
+    return values.div_(spread(np.where(deviation >= 1e-8, deviation + 1e-6, np.inf)))

@@ -19,7 +19,7 @@ from apportion.errors import InputError
 from apportion.groups import Base, centred, compared_rows
 from apportion.measure.evidence import Belief, Evidence
 from apportion.measure.plan import BeliefJob
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep_
 from apportion.segments import entropy_cuts
 
 
@@ -92,9 +92,9 @@ class GRPOVPS(CreditMethod):
         check_opening("grpo_vps: evidence.belief", rollouts, belief.row, belief.position)
         segments, _ = lay_states(rollouts, belief.row, belief.position, belief.logprob.exp())
         use = before_answer(rollouts, evidence) & rollouts.spread(compared)
-        change = torch.where(use, per_token(segments, segments.increment), 0.0)
+        change = per_token(segments, self.alpha * segments.increment)
         return Credit.form(
-            rollouts, centred(rollouts, base).float(), residual=self.alpha * change, segments=segments,
+            rollouts, centred(rollouts, base).float(), residual=keep_(change, use), segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
             counts={"unmeasured": int((compared & ~has_states(rollouts, belief.row)).sum())},
         )  # fmt: skip
@@ -105,4 +105,4 @@ def before_answer(rollouts: Rollouts, evidence: Evidence) -> Tensor:
     start = evidence.answer_start
     if start is None:
         return torch.ones_like(rollouts.mask)
-    return rollouts.position < rollouts.spread(torch.where(start < 0, rollouts.length, start))
+    return rollouts.before(torch.where(start < 0, rollouts.length, start))

@@ -19,7 +19,7 @@ from apportion.credit.record import Conserves, Credit
 from apportion.groups import Base
 from apportion.measure.evidence import Evidence
 from apportion.measure.plan import Representation, SensitivityJob
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, in_blocks, keep_
 
 
 class _OAR(CreditMethod):
@@ -55,8 +55,8 @@ class _OAR(CreditMethod):
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         start = rollouts.length if evidence.answer_start is None else evidence.answer_start
         # A response without an answer starts it at −1, and so has no token before it.
-        reasoning = rollouts.mask & (rollouts.position < rollouts.spread(start))
-        wanted = base.live & (rollouts.row_sum(reasoning.long()) > 0)
+        reasoning = rollouts.mask & rollouts.before(start)
+        wanted = base.live & (rollouts.row_count(reasoning) > 0)
         measured = evidence.importance
         self.demand(
             "evidence.importance", None if measured is None else measured.given, wanted,
@@ -121,36 +121,30 @@ def bilevel(
     Args:
         importance: [N] float64 from 0. use: [N] bool, the tokens that are weighed.
     """
-    n = row_minmax(rollouts, torch.log1p(importance), use)
-    theta = rollouts.spread(row_quantile(rollouts, n, use, quantile))
-    above = 1 + beta * (n - theta) / (1 - theta + 1e-8)
-    weight = torch.where(n < theta, (n / (theta + 1e-8)).clamp(min=floor), above)
-    return keep_mass(rollouts, weight, use) if normalize else torch.where(use, weight, 1.0)
+    chosen, count = use.numpy(), rollouts.row_count(use)
+    found = np.ones(len(chosen))
+    kept = importance.numpy()[chosen]
+    for block in in_blocks(kept, count.long().numpy(), np.inf):
+        n, tokens = torch.from_numpy(block.values).log1p_(), count[torch.from_numpy(block.rows)][:, None]
+        ranked = torch.from_numpy(np.sort(n.numpy(), axis=1))
+        low, high, theta = (ranked_quantile(ranked, tokens, q) for q in (0, 1, quantile))
+        span = torch.where(high > low, high - low, 1.0)
+        theta = (theta - low) / span
+        n.sub_(low).div_(span)
+        above, held = (n - theta).mul_(beta / (1 - theta + 1e-8)).add_(1), n < theta
+        weight = torch.where(held, n.div_(theta + 1e-8).clamp_(min=floor), above, out=n)
+        if normalize:
+            weight *= tokens / keep_(weight, torch.from_numpy(block.present)).sum(1, keepdim=True)
+        block.into(kept)
+    found[chosen] = kept
+    return torch.from_numpy(found)
 
 
-def keep_mass(rollouts: Rollouts, weight: Tensor, use: Tensor) -> Tensor:
-    """[N] weights times the number of the response's tokens in `use` over their sum, which is above 0; 1 elsewhere."""
-    total = rollouts.row_sum(torch.where(use, weight, 0.0))
-    return torch.where(use, weight * rollouts.spread(rollouts.row_sum(use.double()) / total), 1.0)
-
-
-def row_minmax(rollouts: Rollouts, values: Tensor, use: Tensor) -> Tensor:
-    """[N] (x − min)/(max − min) over the response's tokens in `use`; the range is 1 where they are all equal."""
-    low = rollouts.row_min(torch.where(use, values, torch.inf))
-    high = rollouts.row_max(torch.where(use, values, -torch.inf))
-    return (values - rollouts.spread(low)) / rollouts.spread(torch.where(high > low, high - low, 1.0))
-
-
-def row_quantile(rollouts: Rollouts, values: Tensor, use: Tensor, q: float) -> Tensor:
-    """[R] the q-quantile of each response's tokens in `use`, between order statistics linearly; 0 without any."""
-    count = rollouts.row_sum(use.long())
-    if not count.any():
-        return torch.zeros(len(rollouts), dtype=torch.float64)
-    place = (count - 1).clamp(min=0).double() * q
-    # Tokens that do not count, as the padding, come after all that do.
-    ranked = torch.from_numpy(np.sort(rollouts.to_padded(torch.where(use, values, torch.inf), fill=torch.inf).numpy()))
-    low, high = (ranked.gather(1, rank.long()[:, None])[:, 0] for rank in (place.floor(), place.ceil()))
-    return torch.where(count > 0, low + (high - low) * (place - place.floor()), 0.0)
+def ranked_quantile(ranked: Tensor, count: Tensor, q: float) -> Tensor:
+    """(r, 1) the q-quantile of the first `count` (r, 1) of each row's rising values, linearly between two of them."""
+    place = (count - 1) * q
+    low, high = (ranked.gather(1, rank.long()) for rank in (place.floor(), place.ceil()))
+    return low + (high - low) * (place - place.floor())
 
 
 def _first_trainable(rollouts: Rollouts) -> Tensor:

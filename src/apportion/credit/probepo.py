@@ -112,12 +112,12 @@ class ProbePO(CreditMethod):
         mean, m = base.mean[segments.row], segments.samples
         shrunk = torch.where(m > 0, (m * segments.raw + self.n0 * mean) / (m + self.n0).clamp(min=1), mean)
         segments, error = take_increments(rollouts, segments, shrunk)
-        d = per_token(segments, segments.increment / base.scale[segments.row])
-        residual = self.alpha * (d - rollouts.spread(rollouts.row_mean(d)))
-        # Where there is no pivot, as in all responses that are not live, D is constant: its residual is 0 and
-        # not what rounding leaves.
+        # Where there is no pivot, as in all responses that are not live, D is constant: it counts as 0, so that the
+        # residual is 0 and not what rounding leaves.
         whole = torch.bincount(segments.row, minlength=len(rollouts)) < 2
-        residual = residual.masked_fill(rollouts.spread(whole), 0.0)
+        d = torch.where(whole[segments.row], 0.0, segments.increment / base.scale[segments.row])
+        residual = per_token(segments, d)
+        residual.sub_(rollouts.spread(rollouts.row_mean(residual))).mul_(self.alpha)
         return Credit.form(
             rollouts, base.advantage, residual=residual, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from apportion.credit.method import CreditMethod, Need
-from apportion.credit.oar import keep_mass, row_minmax
 from apportion.credit.record import Credit
 from apportion.groups import Base
 from apportion.measure.evidence import Evidence
 from apportion.measure.plan import DivergenceJob
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep_
 
 
 class PRPO(CreditMethod):
@@ -54,10 +54,29 @@ class PRPO(CreditMethod):
         weight = None
         if measured is not None:
             use = rollouts.mask & rollouts.spread(measured.given)
-            n = row_minmax(rollouts, torch.log1p(measured.value), use)
-            boost = (n - self.threshold).clamp(min=0) / (1 - self.threshold)
-            weight = keep_mass(rollouts, 1 + self.beta * boost, use)
+            n = row_minmax_(rollouts, torch.log1p(measured.value), use)
+            boost = n.sub_(self.threshold).clamp_(min=0).mul_(self.beta / (1 - self.threshold))
+            weight = keep_mass_(rollouts, boost.add_(1), use)
         return Credit.form(
             rollouts, base.advantage, weight=weight,
             method=self.name, settings=self.settings, conserves=self.keeps,
         )  # fmt: skip
+
+
+def keep_mass_(rollouts: Rollouts, weight: Tensor, use: Tensor) -> Tensor:
+    """[N] weights times the number of the response's tokens in `use` over their sum, which is above 0; 1 elsewhere.
+
+    Writes into `weight`.
+    """
+    total = rollouts.row_sum(keep_(weight, use))
+    return keep_(weight.mul_(rollouts.spread(rollouts.row_count(use) / total)), use, 1.0)
+
+
+def row_minmax_(rollouts: Rollouts, values: Tensor, use: Tensor) -> Tensor:
+    """[N] (x − min)/(max − min) over the response's tokens in `use`, −∞ elsewhere; the range is 1 where all are equal.
+
+    Writes into `values`.
+    """
+    low = rollouts.row_min(keep_(values, use, torch.inf))
+    high = rollouts.row_max(keep_(values, use, -torch.inf))
+    return values.sub_(rollouts.spread(low)).div_(rollouts.spread(torch.where(high > low, high - low, 1.0)))

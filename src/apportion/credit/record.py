@@ -15,7 +15,7 @@ from torch import Tensor
 
 from apportion.errors import InputError
 from apportion.groups import group_sum
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep_
 
 Conserves = Literal["token_mean", "token_sum", "group_sum", "none"]
 
@@ -104,27 +104,34 @@ class Credit:
         """
         if base.shape != rollouts.reward.shape:
             raise InputError("base", f"shape {tuple(base.shape)}", f"shape {tuple(rollouts.reward.shape)}")
-        base = base.detach()
-        varies = weight is not None or residual is not None
+        exact, base = base.detach().double(), base.detach().float()
+        constant = weight is None and residual is None
         # A base on all its tokens is not rounded, so it needs no second precision.
-        token = rollouts.spread(base.double() if varies else base.float())
+        token = rollouts.spread(base if constant else exact)
         if weight is not None:
             token *= weight
         if residual is not None:
             token += residual
-        token = torch.where(rollouts.mask, token, 0.0).float()
-        if not np.isfinite(token.numpy()).all():
-            row = int(rollouts.row[(~torch.isfinite(token)).nonzero()[0, 0]])
+        token = keep_(token.float(), rollouts.mask)
+        formed = base if constant else token
+        if not np.isfinite(formed.numpy()).all() and (beyond := ~torch.isfinite(token)).any():
+            row = int(rollouts.row[beyond.nonzero()[0, 0]])
             raise InputError(
                 f"{method}: advantage of row {row}", "a number beyond float32", "finite advantages",
                 "lower the method's settings or the scale of the rewards",
             )  # fmt: skip
-        error = conservation_error(rollouts, token, base, conserves)
-        measured = {} if error is None else {"conserved": error}
+        # A base on all its tokens is kept, whatever of it was promised.
+        error = 0.0 if constant else conservation_error(rollouts, token, exact, conserves)
+        measured = {} if error is None or conserves == "none" else {"conserved": error}
         return cls(
-            token, base.float(), method, settings, weight, residual, segments,
+            token, base, method, settings, weight, residual, segments,
             {**measured, **(invariants or {})}, counts or {},
         )  # fmt: skip
+
+
+def nothing(like: Tensor) -> Tensor:
+    """The weight of a base that counts for nothing beside the residual: [N] zeros that are one number in memory."""
+    return like.new_zeros(1).expand_as(like)
 
 
 def conservation_error(rollouts: Rollouts, token: Tensor, base: Tensor, conserves: Conserves) -> float | None:
@@ -135,7 +142,7 @@ def conservation_error(rollouts: Rollouts, token: Tensor, base: Tensor, conserve
     """
     if conserves == "none" or not len(rollouts):
         return None
-    gap = rollouts.row_sum(token.double()) - base.double() * rollouts.trainable
+    gap = rollouts.row_sum(token) - base.double() * rollouts.trainable
     if conserves == "token_mean":
         gap = gap / rollouts.trainable.clamp(min=1)
     elif conserves == "group_sum":

@@ -12,10 +12,10 @@ from pydantic import Field
 from torch import Tensor
 
 from apportion.credit.method import CreditMethod
-from apportion.credit.record import Conserves, Credit
+from apportion.credit.record import Conserves, Credit, nothing
 from apportion.groups import Base, centred
 from apportion.measure.evidence import Evidence
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep, keep_
 
 
 def whiten(values: Tensor, tokens: Tensor, ddof: int, epsilon: float) -> Tensor:
@@ -29,15 +29,21 @@ def whiten(values: Tensor, tokens: Tensor, ddof: int, epsilon: float) -> Tensor:
         tokens: [K] how many tokens each value stands for; True and False where it is one token's.
         ddof: 1 for the sample deviation (verl), 0 for the population's.
     """
-    use, count = tokens > 0, float(tokens.sum())
-    x = torch.where(use, values, 0.0)
+    use = tokens > 0
+    chosen = use.numpy()
+    x, count = values.numpy()[chosen], float(tokens.numpy().sum())
     if count < 2:
-        return x
-    low, high = torch.where(use, values, torch.inf).min(), torch.where(use, values, -torch.inf).max()
-    if high - low <= 1e-8 * max(1.0, float(low.abs()), float(high.abs())):
-        return torch.zeros_like(x)
-    distance = torch.where(use, values - (x * tokens).sum() / count, 0.0)
-    return distance / (((distance**2 * tokens).sum() / (count - ddof)).sqrt() + epsilon)
+        return keep(values, use)
+    low, high = x.min(), x.max()
+    if high - low <= 1e-8 * max(1.0, abs(low), abs(high)):
+        return torch.zeros_like(values)
+    times = 1 if tokens.dtype == torch.bool else tokens.numpy()[chosen]
+    mean = float((x * times).sum() / count)
+    x -= mean
+    x *= x
+    x *= times
+    deviation = float(x.sum() / (count - ddof)) ** 0.5
+    return keep_((values - mean).div_(deviation + epsilon), use)
 
 
 class _Whitened(CreditMethod):
@@ -55,7 +61,7 @@ class _Whitened(CreditMethod):
 
     def _credit(self, rollouts: Rollouts, residual: Tensor) -> Credit:
         return Credit.form(
-            rollouts, rollouts.row_mean(residual), weight=torch.zeros_like(residual), residual=residual,
+            rollouts, rollouts.row_mean(residual), weight=nothing(residual), residual=residual,
             method=self.name, settings=self.settings, conserves=self.keeps,
         )  # fmt: skip
 
@@ -75,10 +81,12 @@ class ReinforcePP(_Whitened):
     gamma: float = Field(1.0, ge=0, le=1, description="discount a token")
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
-        returns = rollouts.spread(torch.where(rollouts.scored, rollouts.reward.double(), 0.0))
-        if self.gamma < 1:
-            after = rollouts.spread(rollouts.trainable) - rollouts.running_sum(rollouts.mask.double())
-            returns *= self.gamma**after
+        reward = torch.where(rollouts.scored, rollouts.reward.double(), 0.0)
+        if self.gamma == 1:
+            white = whiten(reward, rollouts.trainable * rollouts.scored, self.ddof, self.epsilon)
+            return self._credit(rollouts, rollouts.spread(white))
+        after = rollouts.spread(rollouts.trainable) - rollouts.running_sum(rollouts.mask.double())
+        returns = rollouts.spread(reward).mul_(self.gamma**after)
         return self._credit(rollouts, whiten(returns, rollouts.counted, self.ddof, self.epsilon))
 
 

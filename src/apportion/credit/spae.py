@@ -16,13 +16,13 @@ from apportion.credit.answers import BOXED, AnswerPattern, reasoning_ends
 from apportion.credit.boundaries import check_opening, has_states, lay_states, per_token, step_positions
 from apportion.credit.grpo_vps import before_answer
 from apportion.credit.method import CreditMethod, Need
-from apportion.credit.oar import row_minmax
-from apportion.credit.record import Conserves, Credit, Segments
+from apportion.credit.prpo import row_minmax_
+from apportion.credit.record import Conserves, Credit, Segments, nothing
 from apportion.credit.reinforce_pp import whiten
 from apportion.groups import Base, centred, compared_rows
 from apportion.measure.evidence import Confidence, Evidence
 from apportion.measure.plan import ConfidenceJob
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep_
 from apportion.segments import DEFAULT_MARKERS, step_starts
 
 
@@ -102,16 +102,15 @@ class SPAE(CreditMethod):
         segments, measured = lay_states(rollouts, row, states.position[counted], value)
         scored = rollouts.mask & rollouts.spread(compared)
         step = per_token(segments, measured) & before_answer(rollouts, evidence)
-        solved = per_token(segments, _solved_before(segments, len(rollouts), self.threshold))
-        f = torch.where(step, 1 - self.alpha * (1 - torch.exp(-solved)), 1.0)
+        solved = _solved_before(segments, len(rollouts), self.threshold)
+        f = keep_(per_token(segments, 1 - self.alpha * (1 - torch.exp(-solved))), step, 1.0)
         use = step & scored
-        g = torch.exp(row_minmax(rollouts, per_token(segments, segments.increment), use))
-        mean = torch.where(use, g, 0.0).sum() / use.sum().clamp(min=1)
-        g = torch.where(use, g - mean, 0.0)
-        outcome, weight, residual = centred(rollouts, base), f, self.xi * g
+        g = keep_(row_minmax_(rollouts, per_token(segments, segments.increment), use).exp_(), use)
+        mean = g.sum() / use.sum().clamp(min=1)
+        outcome, weight, residual = centred(rollouts, base), f, keep_(g.sub_(mean).mul_(self.xi), use)
         if self.whiten:
-            whole = rollouts.spread(outcome) * f + residual
-            weight, residual = torch.zeros_like(f), whiten(whole, scored, self.ddof, self.epsilon)
+            whole = f.mul_(rollouts.spread(outcome)).add_(residual)
+            weight, residual = nothing(whole), whiten(whole, scored, self.ddof, self.epsilon)
         return Credit.form(
             rollouts, outcome.float(), weight=weight, residual=residual, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,

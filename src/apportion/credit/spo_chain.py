@@ -14,12 +14,12 @@ from torch import Tensor
 
 from apportion.credit.boundaries import per_token, value_changes
 from apportion.credit.method import CreditMethod, Need
-from apportion.credit.record import Conserves, Credit
+from apportion.credit.record import Conserves, Credit, nothing
 from apportion.errors import InputError
 from apportion.groups import Base
 from apportion.measure.evidence import Continuations, Evidence
 from apportion.measure.plan import Job, jobs_of
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep_
 from apportion.segments import low_probability_cuts
 
 
@@ -69,7 +69,7 @@ class SPOChain(CreditMethod):
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
         unsure = (self._logprob(rollouts).exp() < self.threshold) & rollouts.mask
-        has_cut = rollouts.row_sum(unsure.double()) > 0
+        has_cut = rollouts.row_count(unsure) > 0
         pivots = evidence.continuations
         if pivots is None:
             wanted = has_cut & rollouts.scored
@@ -81,10 +81,10 @@ class SPOChain(CreditMethod):
         trained = scored = rollouts.counted
         if self.probability_mask:
             trained = scored & (unsure | ~rollouts.spread(has_cut))
-        residual = torch.where(trained, residual, 0.0)
-        unmeasured = per_token(segments, segments.samples) == 0
+        residual = keep_(residual, trained)
+        unmeasured = per_token(segments, segments.samples == 0)
         return Credit.form(
-            rollouts, base.advantage, weight=torch.zeros_like(residual), residual=residual, segments=segments,
+            rollouts, base.advantage, weight=nothing(residual), residual=residual, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
             invariants={"telescoping": error},
             counts={

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt
 
 from apportion.credit.boundaries import per_token
 from apportion.credit.method import CreditMethod, Need
-from apportion.credit.record import Conserves, Credit, Segments
+from apportion.credit.record import Conserves, Credit, Segments, nothing
 from apportion.credit.tree import child_stats, edges_of, leaves_below, node_values, tree_of
 from apportion.groups import Base, differ
 from apportion.measure.evidence import Evidence
@@ -81,7 +81,7 @@ class SPOTree(CreditMethod):
         scored = rollouts.scored[edges.row]
         residual = per_token(segments, advantage)
         return Credit.form(
-            rollouts, base.advantage, weight=torch.zeros_like(residual), residual=residual, segments=segments,
+            rollouts, base.advantage, weight=nothing(residual), residual=residual, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
             invariants={"telescoping": float(error.max()) if len(error) else 0.0},
             counts={

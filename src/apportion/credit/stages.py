@@ -9,14 +9,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from apportion.credit.method import CreditMethod, Stage
 from apportion.credit.record import Conserves, Credit
 from apportion.groups import Base
 from apportion.measure.evidence import Evidence
-from apportion.rollouts import Rollouts
+from apportion.rollouts import Rollouts, keep_
 
 
 class BaseEstimator(CreditMethod):
@@ -61,7 +60,7 @@ class Reweighting(CreditMethod):
         return {}
 
     def assign(self, rollouts: Rollouts, evidence: Evidence, base: Base) -> Credit:
-        spread = torch.where(rollouts.mask, rollouts.spread(base.advantage.detach().double()), 0.0)
+        spread = keep_(rollouts.spread(base.advantage.detach().double()), rollouts.mask)
         weight = self.reweigh(rollouts, spread)
         return Credit.form(
             rollouts, base.advantage, weight=weight, invariants=self.invariants(rollouts, weight),

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from apportion.credit.boundaries import per_token, step_positions, value_changes
 from apportion.credit.method import CreditMethod, Need
-from apportion.credit.record import Conserves, Credit
+from apportion.credit.record import Conserves, Credit, nothing
 from apportion.credit.reinforce_pp import whiten
 from apportion.errors import InputError
 from apportion.groups import Base
@@ -71,9 +71,9 @@ class VinePPO(CreditMethod):
         residual = per_token(segments, segments.increment)
         if self.whiten:
             residual = whiten(residual, rollouts.counted, self.ddof, self.epsilon)
-        unmeasured = per_token(segments, segments.samples) == 0
+        unmeasured = per_token(segments, segments.samples == 0)
         return Credit.form(
-            rollouts, base.advantage, weight=torch.zeros_like(residual), residual=residual, segments=segments,
+            rollouts, base.advantage, weight=nothing(residual), residual=residual, segments=segments,
             method=self.name, settings=self.settings, conserves=self.keeps,
             invariants={"telescoping": error},
             counts={
