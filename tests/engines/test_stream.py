@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from policies import ids, llama, naive, qwen2
+from policies import ids, llama, mistral, naive, qwen2
 
 from apportion.engines.base import Continuation, Key, Request, Rollout, Sampling
 from apportion.engines.stream import LAG
@@ -201,6 +201,8 @@ def test_continuations_end_where_their_verdict_is_decided() -> None:
             expected = (tokens[: cuts[0]], "decided") if cuts else (tokens, "length")
             assert (c.token_ids, c.finish) == expected
         assert {c.finish for c in found} == {"decided", "length"}
+    narrow = TransformersEngine(mistral(8), 0, decided=lambda tokens: True)
+    assert {len(c.token_ids) for c in narrow.continuations(asked, free)} == {8}, "and with a cache of the model's own"
     engine = TransformersEngine(llama(), 0, decided=lambda tokens: True)
     rollouts, _, found = everything(engine, STOP)
     assert {c.finish for each in rollouts.values() for c in each} <= {"stop", "length"}

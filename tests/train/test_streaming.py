@@ -25,7 +25,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "vineppo": {"method": "vineppo"},
     "fresh budget": {"method": "vineppo", "fresh_budget": 9},
     "spo_chain": {"method": "spo_chain"},
-}
+    "masked": {
+        "method": "probepo", **WIDE, "mask_truncated_completions": True, "max_completion_length": 16, "max_steps": 12,
+    },
+    # A step has several generation batches: prompts are numbered through.
+    "misaligned": {
+        "method": "probepo", **WIDE, "gradient_accumulation_steps": 3, "steps_per_generation": 2,
+        "per_device_train_batch_size": 4,
+    },
+}  # fmt: skip
 
 
 def parity(completions: list[Any], answer: list[str], **rest: Any) -> list[float]:
