@@ -1,7 +1,10 @@
 """Rollouts that are continued from their own cache while others are decoded, and continuations that end early.
 
 The reference is the naive loop of `policies`, and a plain forward for what is read of tokens.
-Planted faults seen caught: (filled in below)
+Planted faults seen caught: an answer that joins at once; a stream that does not wait where nothing runs; another
+rollout's cache, or another row's; rollouts taken for probes in the cost; the first token of the prefix fed for its
+last; what was read of a first token lost, or left behind when a row moves; rollouts asked whether they are decided; the
+question put at other tokens, or at every one.
 """
 
 from __future__ import annotations
@@ -162,13 +165,22 @@ def test_an_answer_joins_after_the_lag() -> None:
 
 
 def test_a_stream_that_is_given_up_ends() -> None:
+    """Where it waits for an answer, and, after a forward or two, where it decodes."""
     engine = TransformersEngine(llama(), 0)
     stream = engine.stream(STOP, 60, LIMIT)
     stream.add(rollout_requests(), rollouts=True)
-    results = ahead(engine.read(stream), 1)
+    results = ahead(engine.read(stream), 1, stream.stop)
     next(results)
-    threading.Timer(0.2, stream.stop).start()
+    time.sleep(0.3)
     results.close()
+    long = engine.stream(Sampling(()), 250, 240)
+    long.add([Request(Key("r", 0, "a", 0, 0), PROMPTS["a"], 1, 240)], rollouts=True)
+    long.add([Request(Key("q", 0, "q", 0, 0), PROMPTS["b"], 1, 1)])
+    seen = shapes(engine)
+    results = ahead(engine.read(long), 1, long.stop)
+    next(results)
+    results.close()
+    assert len(seen) < 200
     assert not any(thread.name == "apportion-ahead" for thread in threading.enumerate())
 
 
@@ -209,19 +221,19 @@ def test_continuations_end_where_their_verdict_is_decided() -> None:
     assert max(len(c.token_ids) for c in found) == 8
 
 
-def test_the_longest_budgets_get_the_slots_first() -> None:
-    """One slot: an answer's long budget goes before a short one that has waited since the start."""
+def test_the_longest_budgets_get_the_slots_first_and_answers_before_all() -> None:
+    """One slot: an answer's short budget goes before a long one that has waited since the start."""
     engine = TransformersEngine(llama(), 0, max_batch=1, prefill_tokens=1)
     asked = [Request(Key("r", 0, str(n), 0, 0), ids(4, n), 1, n) for n in (3, 9, 6)]
     assert [len(c.token_ids) for c in engine.continuations(asked, Sampling(()))] == [9, 6, 3]
     stream = engine.stream(Sampling(()), 60, 60)
     stream.add([Request(Key("r", 0, "a", 0, 0), PROMPTS["a"], 1, 30)], rollouts=True)
-    stream.add([Request(Key("q", 0, str(n), 0, 0), ids(4, n), 1, 2 * LAG - n) for n in range(4)])
+    stream.add([Request(Key("q", 0, str(n), 0, 0), ids(4, n), 1, 32 - n) for n in range(4)])
     order = []
     for (c,) in ahead(engine.read(stream), 1):
         order.append((c.key.prompt, len(c.token_ids)))
         if c.key.prompt == "a":
-            again = Request(Key("p", 0, "a", 0, 1), (*PROMPTS["a"], c.token_ids[0]), 1, 31)
+            again = Request(Key("p", 0, "a", 0, 1), (*PROMPTS["a"], c.token_ids[0]), 1, 20)
             stream.answer("a", [again] if isinstance(c, Rollout) else [])
     # Budgets fall, ties in the order of arrival; the answer comes while "2" has the slot, and goes before "3".
-    assert order == [("0", 32), ("1", 31), ("a", 30), ("2", 30), ("a", 31), ("3", 29)]
+    assert order == [("0", 32), ("1", 31), ("a", 30), ("2", 30), ("a", 20), ("3", 29)]

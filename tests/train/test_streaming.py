@@ -1,6 +1,9 @@
 """Rollouts and probes from one loop are what sampling first and probing after would have been.
 
-Planted faults seen caught: (filled in below)
+Planted faults seen caught: a job's or a probe's row, or the rows that a job serves, not moved; prompts of a later batch
+numbered from 0; a second wave with the first one's numbers, or none; truncated responses not masked in the plan; the
+rollouts' cost taken for the probes'; probes and rollouts of one random stream; logs of reward functions lost, or group
+by group the other way round; entropies and log-probabilities exchanged.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from apportion.errors import InputError
 from apportion.records import RunFolder
@@ -187,6 +191,10 @@ def test_an_error_in_grading_ends_the_run(policy: Path, tmp_path: Path) -> None:
         ({"rescue_cue": "="}, "stream"),
         ({"probe_engine": "vllm"}, "stream"),
         ({"probe_stop": "("}, "probe_stop"),
+        ({"probe_stop": "x*"}, "probe_stop"),
+        ({"probe_stop": 5}, "probe_stop"),
+        ({"stream": "no"}, "stream"),
+        ({"use_vllm": True}, "stream"),
         ({"probe_stop": "x", "probe_engine": "vllm", "stream": False}, "probe_stop"),
     ],
 )
@@ -212,3 +220,42 @@ def test_probes_end_where_their_text_decides(policy: Path, tmp_path: Path, strea
         else:
             assert not cuts or cuts == [len(row["token_ids"])]
     assert {row["finish"] for row in rows} >= {"decided", "stop"}
+
+
+def test_numbers_that_are_not_the_trainers_are_told(policy: Path, tmp_path: Path) -> None:
+    """What was read while drawing is held against the trainer's own pass, here one of other weights."""
+
+    class Other(CreditTrainer):
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            found = list(super()._get_per_token_logps_and_entropies(*args, **kwargs))
+            return (found[0] - 0.5, *found[1:])
+
+    trainer = tiny.trainer(
+        policy, tmp_path, cls=Other, stream=True, reward_funcs=parity, probe_gap=0.3, beta=0.0, **METHODS["vineppo"]
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"0\.5 nats from the trainer's"):
+        trainer.train()
+
+
+def test_what_the_engine_cannot_keep_is_sampled_by_trl(policy: Path, tmp_path: Path) -> None:
+    """A window of 26 tokens holds responses of 24 to prompts of 2, not of 3 and 4: those batches are TRL's."""
+    config = MistralConfig(**{**tiny.load(policy).config.to_dict(), "sliding_window": 26, "head_dim": 8})
+    config.layer_types = None
+    ways: list[bool] = []
+
+    class Seen(CreditTrainer):
+        def _credited(self, capture: Any, output: dict[str, Any]) -> dict[str, Any]:
+            ways.append((capture.streamed is not None) == (output["prompt_ids"].shape[1] == 2))
+            ways.append(capture.streamed is not None)
+            return super()._credited(capture, output)
+
+    torch.manual_seed(0)
+    trainer = tiny.trainer(
+        policy, tmp_path, cls=Seen, model=MistralForCausalLM(config), stream=True, max_steps=4,
+        train_dataset=tiny.dataset(6), per_device_train_batch_size=4, reward_funcs=parity, **METHODS["vineppo"],
+    )  # fmt: skip
+    trainer.train()
+    assert all(ways[::2]) and set(ways[1::2]) == {True, False}
+    with pytest.raises(InputError, match="stream: got True with MistralForCausalLM"):
+        config.sliding_window = 20
+        tiny.trainer(policy, tmp_path, model=MistralForCausalLM(config), stream=True)

@@ -88,6 +88,7 @@ def trainer(policy: Path, folder: Path, *, cls: type[CreditTrainer] = CreditTrai
     own = {
         key: changes.pop(key)
         for key in (
+            "model",
             "reward_funcs",
             "train_dataset",
             "eval_dataset",

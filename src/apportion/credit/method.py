@@ -73,7 +73,11 @@ class CreditMethod(BaseModel, ABC):
         return grpo_base(rollouts, self.ddof, self.epsilon)
 
     def plan(self, rollouts: Rollouts, base: Base) -> Sequence[AnyJob]:
-        """The measurements this method would have made; none for methods that measure nothing."""
+        """The measurements this method would have made; none for methods that measure nothing.
+
+        Where it is not `batch_wide`, what it plans for a group may not depend on others: a trainer may ask as soon as a
+        group is complete, with `rollouts` and `base` of that group alone.
+        """
         return []
 
     def refine(self, rollouts: Rollouts, base: Base, evidence: Evidence) -> Sequence[Job]:

@@ -146,7 +146,7 @@ class Scorer:
 
     @property
     def steady(self) -> float:
-        """Tokens up to which a position is encoded the same in a sequence of any length: not all RoPE is beyond them."""
+        """Tokens up to which a position is encoded the same in a sequence of any length, as RoPE need not be."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
         # Some models have one for each type of layer.

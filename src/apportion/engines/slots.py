@@ -63,9 +63,10 @@ class SlotCache(Cache):
     def place(self, slots: Sequence[int], prefilled: Layers, row: int, length: int) -> None:
         """Gives these slots the first `length` tokens of one row of a prefilled cache."""
         self.layers = self.layers or [SlotLayer(layer, self.slots, self.width) for layer in prefilled]
+        at = torch.tensor(slots)
         for layer, source in zip(self.layers, prefilled, strict=True):
-            layer.keys[slots, :, :length] = source.keys[row, :, :length]
-            layer.values[slots, :, :length] = source.values[row, :, :length]
+            layer.keys[at, :, :length] = source.keys[row, :, :length]
+            layer.values[at, :, :length] = source.values[row, :, :length]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies one slot's first `length` tokens to another."""

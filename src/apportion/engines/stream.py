@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +42,7 @@ class Kept:
 
 class Stream:
     """Continuations in one batch of slots, the longest budgets first; a slot that gets free is handed to the next one.
+    What goes on from rollouts comes before all that waits for a prefill: it frees what is kept for it.
 
     Rollouts keep their keys and values. When the last result of a prompt that has rollouts was read, the reader owes
     an `answer`: requests that continue openings of these rollouts, which need no prefill, or none, which frees what
@@ -69,6 +71,7 @@ class Stream:
         self._answers = SimpleQueue[tuple[str, list[Request]] | None]()
         self._early: dict[str, list[Request]] = {}
         self._forwards = 0
+        self._stopped = Event()
 
     def add(self, requests: Sequence[Request], *, rollouts: bool = False) -> None:
         """Lets requests wait for slots; before the stream is read.
@@ -99,13 +102,14 @@ class Stream:
         self._answers.put((prompt, asked_of(requests)))
 
     def stop(self) -> None:
-        """Ends a stream that waits for an answer which will not come."""
+        """Ends the stream before its next forward, also where it waits for an answer, from whatever thread."""
+        self._stopped.set()
         self._answers.put(None)
 
     def run(self) -> Iterator[list[Continuation]]:
         """What each prefill and each forward ends."""
         rows = self._rows
-        while self._join():
+        while self._join() and not self._stopped.is_set():
             while (free := rows.free) and (self._ready or self._waiting):
                 if self._ready:
                     self._start(free)
@@ -126,7 +130,7 @@ class Stream:
         return asked
 
     def _wait(self, more: Iterable[Trunk | Ready]) -> None:
-        self._waiting = sorted([*self._waiting, *more], key=lambda each: -each.budget)
+        self._waiting = sorted([*self._waiting, *more], key=lambda each: (isinstance(each, Trunk), -each.budget))
 
     def _join(self) -> bool:
         """Takes in the answers that are due, all that can be waited for where nothing runs; False once stopped."""
@@ -181,7 +185,7 @@ class Stream:
         return [self._settled(run, self._cache, row) for row, run in ended]
 
     def _prefill(self, first: Trunk) -> list[Continuation]:
-        """Prefills a trunk and those that wait behind it in one forward and draws the first token of all their continuations.
+        """Prefills a trunk and those behind it in one forward and draws the first token of all their continuations.
 
         Returns what that token already ended; the rest gets ready, grouped by request.
         """

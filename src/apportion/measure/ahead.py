@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,12 +12,17 @@ T = TypeVar("T")
 _END = object()
 
 
-def ahead(work: Generator[T, None, None], count: int) -> Generator[list[T], None, None]:
+def ahead(
+    work: Generator[T, None, None], count: int, stop: Callable[[], object] = lambda: None
+) -> Generator[list[T], None, None]:
     """Lists of `count` results of `work`, the last one shorter, in its order.
 
     `work` runs in a thread of its own, the reader in the calling one: reward functions may need the main thread
     (alarms do), an engine does not. Which results share a list does not depend on how fast either is. Closing the
     iterator ends the work after the result in hand; what `work` raises is raised here, after the results before it.
+
+    Args:
+        stop: called when the iterator is closed, before the thread is waited for: ends a wait of the work's own.
     """
     results: queue.SimpleQueue[T | object] = queue.SimpleQueue()
     stopped = threading.Event()
@@ -36,8 +41,8 @@ def ahead(work: Generator[T, None, None], count: int) -> Generator[list[T], None
             results.put(_END)
 
     thread = threading.Thread(target=run, name="apportion-ahead", daemon=True)
-    thread.start()
     try:
+        thread.start()
         while True:
             some: list[T] = []
             while len(some) < count and (result := results.get()) is not _END:
@@ -48,6 +53,8 @@ def ahead(work: Generator[T, None, None], count: int) -> Generator[list[T], None
                 break
     finally:
         stopped.set()
-        thread.join()
+        stop()
+        if thread.ident is not None:
+            thread.join()
     if failed:
         raise failed[0]

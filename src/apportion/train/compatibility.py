@@ -38,6 +38,8 @@ def measures(method: CreditMethod) -> bool:
 
 def check_config(args: CreditConfig, method: CreditMethod) -> None:
     """Raises InputError for the first option that the method cannot be combined with."""
+    if args.stream:
+        _refuse(_streaming(args, method))
     if method.per_token:
         _refuse(_per_token(args, method.name))
     if measures(method):
@@ -51,8 +53,6 @@ def check_config(args: CreditConfig, method: CreditMethod) -> None:
         )  # fmt: skip
     if "tree" in method.needs:
         _refuse(_trees(args, method))
-    if args.stream:
-        _refuse(_streaming(args, method))
     if args.probe_stop is not None and args.probe_engine != "transformers":
         raise InputError(
             "probe_stop", repr(args.probe_stop), "none with probe_engine='vllm', which is not asked between tokens",
@@ -126,6 +126,10 @@ def _streaming(args: Any, method: CreditMethod) -> Iterator[Refusal]:
         len(stages_of(method)) > 1 or not probing, "stream", f"True with {method.name}",
         "False: only the probes of one method that measures nothing but continuations join the rollouts",
         "leave it out, or use probepo, vineppo or spo_chain",
+    )  # fmt: skip
+    yield (
+        method.batch_wide or "ref_logprob" in method.needs, "stream", f"True with {method.name}",
+        "False: it plans for a whole batch, and a stream for one group after the other", "leave it out",
     )  # fmt: skip
     yield (
         args.use_vllm or args.probe_engine != "transformers", "stream", "True with vLLM",

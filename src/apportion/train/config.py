@@ -38,7 +38,8 @@ class CreditConfig(GRPOConfig):
         probe_gap: mean difference, in nats, between vLLM's and the trainer's log-probabilities of the probed prefixes
             above which a warning is given [ours].
         stream: the probing engine samples the rollouts as well ([ours]; methods that probe, one process): a group is
-            graded and probed as soon as its last rollout has ended, from the rollouts' own cache. Off, TRL samples.
+            graded and probed as soon as its last rollout has ended, from the rollouts' own cache. Reward functions are
+            then called with a group at a time. Off, or where a prompt is too long for the engine, TRL samples.
         probe_stop: regular expression; a probe ends where its new text holds a match, looked for every 8 tokens
             ([ours]). Rollouts go on, so what a policy would still change after its answer is not seen. None: no such
             end.
@@ -106,11 +107,11 @@ class CreditConfig(GRPOConfig):
             raise InputError("probe_rows", self.probe_rows, "1 or more")
         if self.probe_engine not in ("transformers", "vllm"):
             raise InputError("probe_engine", repr(self.probe_engine), "'transformers' or 'vllm'")
+        if not isinstance(self.stream, bool):
+            raise InputError("stream", repr(self.stream), "True or False")
         for name in ("probe_stop", "rescue_answer"):
-            try:
-                re.compile(getattr(self, name) or "")
-            except re.error as error:
-                raise InputError(name, repr(getattr(self, name)), f"a regular expression: {error}") from None
+            if (pattern := getattr(self, name)) is not None:
+                _check_pattern(name, pattern)
         if self.rescue_tokens < 1:
             raise InputError("rescue_tokens", self.rescue_tokens, "1 or more", "rescue_cue=None turns rescues off")
         if self.num_generations is not None and self.num_generations < 2:
@@ -141,3 +142,12 @@ class CreditConfig(GRPOConfig):
                         f"a setting of {names[0]} ({', '.join(own)}) or of TRL's GRPOConfig{nearest(key, known)}",
                     )  # fmt: skip
         return make_method(names, settings)
+
+
+def _check_pattern(name: str, pattern: Any) -> None:
+    try:
+        empty = re.compile(pattern).search("") is not None
+    except (re.error, TypeError) as error:
+        raise InputError(name, repr(pattern), f"a regular expression: {error}") from None
+    if empty:
+        raise InputError(name, repr(pattern), "a regular expression that does not find itself in an empty text")

@@ -89,7 +89,7 @@ class Measurer:
         if streamed is not None:
             assert self.prober is not None
             with self.trainer.clock.phase("probe"):
-                gap = self.prober.own_gap(batch, self.sampler, streamed.requests)
+                gap = self.prober.streamed_gap(batch, streamed.requests)
             evidence = Evidence(evidence_of(batch.rollouts, streamed.jobs, streamed.probes))
             return Measurement(evidence, streamed.probes, gap)
         trainer, rollouts = self.trainer, batch.rollouts

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from accelerate.utils import gather_object
 
 from apportion.credit.method import CreditMethod
@@ -22,7 +23,7 @@ from apportion.measure.plan import Job
 from apportion.measure.probe import Rescue, evidence_of, probe
 from apportion.measure.wave import Probe, requests_of, shard
 from apportion.train.grading import grade
-from apportion.train.host import Batch
+from apportion.train.host import Batch, statistics_pass
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
@@ -112,7 +113,7 @@ class Prober:
                     rescue=self.rescue, rank=self.rank, world=self.world,
                 )  # fmt: skip
                 if isinstance(self.engine, TransformersEngine):
-                    gap = self.own_gap(batch, self.engine, asked)
+                    gap = self._own_gap(batch, self.engine, asked)
         shares: list[tuple[list[Probe], Gap]] = gather_object([(mine, gap)])
         whole = sum((each for _, each in shares), Gap())
         whole.warn(trainer.args.probe_gap)
@@ -125,7 +126,22 @@ class Prober:
         theirs = None if self.sampling.temperature == 1 else list(logprobs(self.scorer, prefixes))
         return gap_of(batch.rollouts, readings, theirs)
 
-    def own_gap(self, batch: Batch, engine: TransformersEngine, asked: Sequence[Request]) -> Gap:
+    def streamed_gap(self, batch: Batch, asked: Sequence[Request]) -> Gap:
+        """Between what was read as a response was drawn, and the trainer's own pass over it; of one response."""
+        first = next(iter(prefixes_of(asked)), None)
+        gap = Gap()
+        if first is not None:
+            prompt_ids, ids = torch.tensor([first.ids], device=self.trainer.accelerator.device).tensor_split(
+                [first.prompt], dim=1
+            )
+            row = {"prompt_ids": prompt_ids, "completion_ids": ids}
+            masks = {"prompt_mask": torch.ones_like(prompt_ids), "completion_mask": torch.ones_like(ids)}
+            logprob, _ = statistics_pass(self.trainer, {**row, **masks})
+            gap = gap_of(batch.rollouts, [Reading(first.key, logprob[0].double().cpu())])
+        gap.warn(self.trainer.args.probe_gap)
+        return gap
+
+    def _own_gap(self, batch: Batch, engine: TransformersEngine, asked: Sequence[Request]) -> Gap:
         """Between two ways to the same numbers: the engine's cache and the trainer's padded batch."""
         first = next(iter(prefixes_of(asked)), None)
         if first is None:

@@ -76,14 +76,24 @@ class GroupStream:
     """
 
     def __init__(self, trainer: CreditTrainer, engine: TransformersEngine) -> None:
-        if not engine.scorer.sliceable(trainer.max_completion_length):
+        self.trainer, self.engine = trainer, engine
+        if not self.fits([[]]):
             raise InputError(
-                "stream", f"True with {type(engine.model).__name__}", "False: not every layer keeps every key",
+                "stream", f"True with {type(engine.model).__name__}",
+                f"False: not every layer keeps every key of {trainer.max_completion_length} tokens, or no cache does",
                 "leave it out",
             )  # fmt: skip
-        self.trainer, self.engine = trainer, engine
         self.sampling = sampling_of(trainer)
         self.cost = Cost()
+
+    def fits(self, prompts: Sequence[Sequence[int]]) -> bool:
+        """Whether the engine can keep responses to these prompts; TRL samples those that it cannot."""
+        longest = self._longest(prompts)
+        return self.engine.scorer.sliceable(longest) and longest <= self.engine.max_cache_tokens
+
+    def _longest(self, prompts: Sequence[Sequence[int]]) -> int:
+        fresh = fresh_budget(self.trainer.credit_method)
+        return max(map(len, prompts)) + self.trainer.max_completion_length + fresh
 
     def sample(self, rows: Sequence[dict[str, Any]], prompts: Sequence[list[int]], step: int, first: int) -> Streamed:
         """A rollout for each row, of which every `num_generations` have the same prompt, and the method's probes.
@@ -92,9 +102,8 @@ class GroupStream:
             first: number of the batch's first prompt among those of this optimiser step.
         """
         size, limit = self.trainer.num_generations, self.trainer.max_completion_length
-        fresh = fresh_budget(self.trainer.credit_method)
-        longest = max(map(len, prompts)) + limit + fresh
-        stream = self.engine.stream(self.sampling, longest, max(limit, fresh))
+        budget = max(limit, fresh_budget(self.trainer.credit_method))
+        stream = self.engine.stream(self.sampling, self._longest(prompts), budget)
         groups = {
             str(first + at // size): _Group(self.trainer, rows[at : at + size], prompts[at], step, first + at // size)
             for at in range(0, len(prompts), size)
@@ -106,19 +115,16 @@ class GroupStream:
 
     def _decode(self, stream: Stream, groups: dict[str, _Group], rollouts: int) -> None:
         """Decodes in a thread of its own; what ends is graded and planned for here."""
-        with ExitStack() as phases, closing(ahead(self.engine.read(stream), 1)) as results:
-            try:
-                for (result,) in results:
-                    rollouts -= isinstance(result, Rollout)
-                    follows = groups[result.key.prompt].take(result)
-                    if follows is not None:
-                        stream.answer(result.key.prompt, follows)
-                    if rollouts == 0:
-                        # What is decoded from here on is probes alone.
-                        phases.enter_context(self.trainer.clock.phase("probe"))
-                        rollouts = -1
-            finally:
-                stream.stop()
+        with ExitStack() as phases, closing(ahead(self.engine.read(stream), 1, stream.stop)) as results:
+            for (result,) in results:
+                rollouts -= isinstance(result, Rollout)
+                follows = groups[result.key.prompt].take(result)
+                if follows is not None:
+                    stream.answer(result.key.prompt, follows)
+                if rollouts == 0:
+                    # What is decoded from here on is probes alone.
+                    phases.enter_context(self.trainer.clock.phase("probe"))
+                    rollouts = -1
 
 
 class _Group:
@@ -168,7 +174,8 @@ class _Group:
             found.append(response_of(trainer, row, self.prompt, each, torch.full((len(each),), trained), read, stats))
         self.batch = rollouts_of(found, reward.double().cpu(), self.size, self.number)
         self.base = base_of(self.batch, mean, scale, advantage)
-        return self._asked(trainer.credit_method.plan(self.batch, self.base), first=0)
+        with frozen_rng():
+            return self._asked(trainer.credit_method.plan(self.batch, self.base), first=0)
 
     def _asked(self, jobs: Sequence[Any], first: int) -> list[Request]:
         trainer = self.trainer
@@ -189,7 +196,8 @@ class _Group:
         if self._waves > 1:
             return []
         evidence = Evidence(evidence_of(self.batch, self.jobs, self.probes))
-        more = self.trainer.credit_method.refine(self.batch, self.base, evidence)
+        with frozen_rng():
+            more = self.trainer.credit_method.refine(self.batch, self.base, evidence)
         return self._asked(more, max(job.samples for job in self.jobs)) if more else []
 
     def _grade(self, rows: list[int], responses: list[list[int]], texts: list[str]) -> list[float | None]:

@@ -131,7 +131,7 @@ class CreditTrainer(GRPOTrainer):
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
         capture, step = self._capture, self.state.global_step + 1
-        if capture is not None and self.stream is not None:
+        if capture is not None and self.stream is not None and self.stream.fits(prompt_ids):
             # What is graded meanwhile is not TRL's call, which comes later.
             self._capture = None
             try:
