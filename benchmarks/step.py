@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -48,13 +48,19 @@ METHODS["stream"] = {**METHODS["probepo"], "trainer.stream": True}
 
 
 class Watched(Recorded):
-    """Keeps in what order a stream's rollouts and probes ended."""
+    """Keeps of every stream which share of its probes had ended when its last rollout did."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.before: list[float] = []
 
     def read(self, stream: Stream) -> Generator[Continuation, None, None]:
-        self.ended: list[bool] = []
+        rollouts: list[bool] = []
         for c in super().read(stream):
-            self.ended.append(isinstance(c, Rollout))
+            rollouts.append(isinstance(c, Rollout))
             yield c
+        last = len(rollouts) - rollouts[::-1].index(True)
+        self.before.append(rollouts[:last].count(False) / max(1, rollouts.count(False)))
 
 
 def train(way: str, folder: Path) -> tuple[CreditTrainer, list[dict[str, Any]]]:
@@ -92,23 +98,22 @@ def phases(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def steps(folder: Path) -> dict[str, Any]:
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
-    decoded: list[float] = []
+    decoded, before = list[float](), list[float]()
     for turn in range(ROUNDS):
         for name in METHODS:
             trainer, metrics = train(name, folder / f"{name}{turn}")
             rows[name] += metrics
             engine = None if trainer._measurer is None else trainer._measurer.sampler
+            before += engine.before if name == "stream" else []
             if name == "probepo":
                 start = time.perf_counter()
                 decoding(engine, engine.steps, trainer._measurer.prober.sampling)
                 decoded.append((time.perf_counter() - start) / STEPS)
     seconds = {name: median(map(wall, each)) for name, each in rows.items()} | {"decoding": median(decoded)}
-    # The engine of the last run, which was a stream's: what ended in its last step.
-    last = len(engine.ended) - 1 - engine.ended[::-1].index(True)
     return {
         "over": round(seconds["probepo"] / (seconds["grpo"] + seconds["decoding"]), 3),
         "stream_over": round(seconds["stream"] / (seconds["grpo"] + seconds["decoding"]), 3),
-        "probes_before_the_last_rollout": round(engine.ended[:last].count(False) / engine.ended.count(False), 3),
+        "probes_before_the_last_rollout": round(mean(before), 3),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "probe_tokens": {name: median(row["probe/tokens"] for row in rows[name]) for name in ("probepo", "stream")},
         # Prefills, the pass for entropies, and the prefix that is scored again for the log-probability gap.

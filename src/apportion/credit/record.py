@@ -120,9 +120,12 @@ class Credit:
                 f"{method}: advantage of row {row}", "a number beyond float32", "finite advantages",
                 "lower the method's settings or the scale of the rewards",
             )  # fmt: skip
-        # A base on all its tokens is kept, whatever of it was promised.
-        error = 0.0 if constant else conservation_error(rollouts, token, exact, conserves)
-        measured = {} if error is None or conserves == "none" else {"conserved": error}
+        if constant:
+            # The same number on all trainable tokens of a response has that mean: one a response is looked at.
+            error = _last_error(rollouts, token, base) if conserves != "none" else None
+        else:
+            error = conservation_error(rollouts, token, exact, conserves)
+        measured = {} if error is None else {"conserved": error}
         return cls(
             token, base, method, settings, weight, residual, segments,
             {**measured, **(invariants or {})}, counts or {},
@@ -132,6 +135,14 @@ class Credit:
 def nothing(like: Tensor) -> Tensor:
     """The weight of a base that counts for nothing beside the residual: [N] zeros that are one number in memory."""
     return like.new_zeros(1).expand_as(like)
+
+
+def _last_error(rollouts: Rollouts, token: Tensor, base: Tensor) -> float:
+    """The largest distance of a response's last token, where it is trainable, from the response's base."""
+    some = rollouts.length > 0
+    last = rollouts.offsets[1:][some] - 1
+    gap = (token[last] - base[some]).abs()[rollouts.mask[last]]
+    return float(gap.max()) if len(gap) else 0.0
 
 
 def conservation_error(rollouts: Rollouts, token: Tensor, base: Tensor, conserves: Conserves) -> float | None:
