@@ -39,7 +39,7 @@ from apportion.tasks.arithmetic import ArithmeticTask, generate
 from apportion.train.models import load_model, load_tokenizer, model_folder
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "embedded": {"dtype": "float32", "responses": 64, "limit": 80, "pivots": 4, "samples": 8, "rows": 256, "rounds": 5},
+    "embedded": {"dtype": "float32", "responses": 64, "limit": 80, "pivots": 4, "samples": 8, "rows": 256, "rounds": 9},
     "smollm2": {"dtype": "bfloat16", "responses": 2, "limit": 96, "pivots": 4, "samples": 8, "rows": 32, "rounds": 2},
 }
 QUESTION = "Explain step by step how to find the sum of all whole numbers from 1 to {}, and give the sum."
@@ -144,7 +144,7 @@ def measure(name: str) -> dict[str, Any]:
         "prefix_tokens": sum(len(r.prefix_ids) for r in requests),
         "prefix_tokens_times_samples": sum(len(r.prefix_ids) * r.samples for r in requests),
         "seconds": {kind: round(value, 3) for kind, value in seconds.items()},
-        "probing_over_decoding": round(seconds["probing"] / seconds["decoding"], 3),
+        "probing_over_decoding": round(median(ratios), 3),
         "probing_over_decoding_by_round": [round(r, 3) for r in ratios],
         "text_over_probing_per_token": round(seconds["text"] / text_tokens / (seconds["probing"] / new), 2),
         "text_over_probing": round(seconds["text"] / seconds["probing"], 2),

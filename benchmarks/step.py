@@ -59,8 +59,9 @@ class Watched(Recorded):
         for c in super().read(stream):
             rollouts.append(isinstance(c, Rollout))
             yield c
-        last = len(rollouts) - rollouts[::-1].index(True)
-        self.before.append(rollouts[:last].count(False) / max(1, rollouts.count(False)))
+        if True in rollouts and False in rollouts:
+            last = len(rollouts) - rollouts[::-1].index(True)
+            self.before.append(rollouts[:last].count(False) / rollouts.count(False))
 
 
 def train(way: str, folder: Path) -> tuple[CreditTrainer, list[dict[str, Any]]]:

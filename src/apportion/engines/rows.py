@@ -1,6 +1,7 @@
 """What runs in the slots of the transformers engine: continuations one by one, and all of them as tensors.
 
-Shapes: _S slots, _B running rows (the first slots), _U tokens of the longest budget, _V vocabulary.
+Shapes: _S slots, _B running rows (the first slots), _U tokens of the longest budget, _K rows that are read or stop ids,
+_V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Decided = Callable[[Sequence[int]], bool]
 ASK_EVERY = 8
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One continuation under way.
 
@@ -134,12 +135,12 @@ class Rows:
         self._tokens_SU, self._uniforms_SU = np.zeros((slots, budget), dtype=np.int64), np.zeros((slots, budget))
         self.reads_S, self._read_SU2 = np.zeros(slots, dtype=bool), np.zeros((slots, budget, 2), dtype=np.float32)
         self.seen_SV: Tensor | None = None
-        self._stop = list(stop_ids)
+        self._stop_K = np.array(list(stop_ids), dtype=np.int64)
 
     @property
     def free(self) -> list[int]:
         """Slots without a continuation, rising."""
-        return [slot for slot, run in enumerate(self.runs) if run is None]
+        return [slot for slot, run in enumerate(self.runs) if run is None] if None in self.runs else []
 
     @property
     def uniform_S(self) -> np.ndarray:
@@ -164,9 +165,9 @@ class Rows:
 
     def compact(self, cache: SlotCache) -> int:
         """Moves the last rows into free slots before them, keys and all; returns the number of rows that run."""
-        count = sum(run is not None for run in self.runs)
+        count = len(self.runs) - self.runs.count(None)
         holes = [slot for slot in range(count) if self.runs[slot] is None]
-        movable = [slot for slot in range(count, len(self.runs)) if self.runs[slot] is not None]
+        movable = [slot for slot in range(count, len(self.runs)) if self.runs[slot] is not None] if holes else []
         for source, target in zip(movable, holes, strict=True):
             cache.move(source, target, int(self.cached_S[source]))
             arrays = (self.last_S, self.cached_S, self._made_S, self._budget_S, self._tokens_SU, self._uniforms_SU)
@@ -189,7 +190,7 @@ class Rows:
         self.cached_S[:count] += 1
         if self.seen_SV is not None:
             self.seen_SV[torch.arange(count), torch.from_numpy(token_B)] = True
-        stopped_B = np.isin(token_B, self._stop)
+        stopped_B = (token_B[:, None] == self._stop_K).any(axis=1)
         over_B = stopped_B | (made_B == self._budget_S[:count])
         due_B = over_B if decided is None else over_B | ((made_B % ASK_EVERY == 0) & ~self.reads_S[:count])
         ended = []

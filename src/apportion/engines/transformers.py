@@ -158,11 +158,12 @@ class TransformersEngine:
 
     def step(self, cache: SlotCache, last_B: np.ndarray, cached_B: np.ndarray) -> Tensor:
         """(B, V) logits after the last token of each running row, of which the cache holds `cached_B` before it."""
-        length_B, width = torch.from_numpy(cached_B).to(self.scorer.device), int(cached_B.max()) + 1
+        device, width = self.scorer.device, int(cached_B.max()) + 1
+        length_B = torch.from_numpy(cached_B).to(device)
         cache.aim(length_B, width)
         logits_B1V, _ = self.forward(
             torch.from_numpy(last_B)[:, None], cache, logits_to_keep=1,
-            attention_mask=torch.arange(width, device=self.scorer.device) <= length_B[:, None],
+            attention_mask=torch.arange(width, device=device) <= length_B[:, None],
             position_ids=length_B[:, None],
         )  # fmt: skip
         return logits_B1V[:, -1]
