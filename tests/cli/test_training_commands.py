@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from apportion.cli import app
+from apportion.cli.shared import read_settings
 from apportion.errors import InputError
 from apportion.train import demo
 
@@ -208,3 +209,10 @@ def test_demo_started_as_a_command_can_be_interrupted(tmp_path: Path) -> None:
     # Whatever was started is gone, however early the interrupt came.
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(p.info["cmdline"])]
     assert left == []
+
+
+def test_quotation_marks_that_are_no_json_are_told() -> None:
+    """A pattern of which the shell kept the marks would match nothing, silently."""
+    with pytest.raises(InputError, match="quotation mark"):
+        read_settings([r'trainer.probe_stop="\boxed\{"'])
+    assert read_settings([r"trainer.probe_stop=\\boxed\{", 'a="b"']) == {"trainer.probe_stop": r"\\boxed\{", "a": "b"}

@@ -194,6 +194,7 @@ def test_an_error_in_grading_ends_the_run(policy: Path, tmp_path: Path) -> None:
         ({"probe_stop": "x*"}, "probe_stop"),
         ({"probe_stop": 5}, "probe_stop"),
         ({"stream": "no"}, "stream"),
+        ({"method": "grpo", "stream": False, "probe_stop": "x"}, "probe_stop"),
         ({"use_vllm": True}, "stream"),
         ({"probe_stop": "x", "probe_engine": "vllm", "stream": False}, "probe_stop"),
     ],

@@ -42,6 +42,9 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
     """`key=value` pairs as a mapping; the last of a repeated key holds.
 
     Values are read as JSON where they are JSON (0, 0.5, true, [1, 2]), as plain strings where they are not.
+
+    Raises:
+        InputError: a pair without a key, or a value in quotation marks that is no JSON.
     """
     out: dict[str, Any] = {}
     for pair in pairs:
@@ -50,7 +53,12 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
             raise InputError("--set", repr(pair), "key=value, such as alpha=0.5")
         try:
             out[key.strip()] = json.loads(value)
-        except ValueError:
+        except ValueError as error:
+            if value.strip().startswith('"'):
+                raise InputError(
+                    "--set", repr(pair), f"JSON, as its value starts with a quotation mark: {error}",
+                    "leave the quotation marks out, or double each backslash inside them",
+                ) from None  # fmt: skip
             out[key.strip()] = value.strip()
     return out
 

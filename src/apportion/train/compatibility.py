@@ -53,6 +53,8 @@ def check_config(args: CreditConfig, method: CreditMethod) -> None:
         )  # fmt: skip
     if "tree" in method.needs:
         _refuse(_trees(args, method))
+    if args.probe_stop is not None and "continuations" not in method.needs:
+        raise InputError("probe_stop", repr(args.probe_stop), f"none with {method.name}, which makes no probes")
     if args.probe_stop is not None and args.probe_engine != "transformers":
         raise InputError(
             "probe_stop", repr(args.probe_stop), "none with probe_engine='vllm', which is not asked between tokens",
@@ -124,7 +126,7 @@ def _streaming(args: Any, method: CreditMethod) -> Iterator[Refusal]:
     probing = "continuations" in method.needs and not (_MEASURED - {"continuations"}) & method.needs
     yield (
         len(stages_of(method)) > 1 or not probing, "stream", f"True with {method.name}",
-        "False: only the probes of one method that measures nothing but continuations join the rollouts",
+        "False, or exactly one method whose only measurement is continuations",
         "leave it out, or use probepo, vineppo or spo_chain",
     )  # fmt: skip
     yield (

@@ -190,7 +190,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             TypeAdapter(types[key], config=ConfigDict(strict=True)).validate_python(value)
         except ValidationError:
             expected = getattr(types[key], "__name__", str(types[key]))
-            raise InputError(f"trainer.{key}", repr(value), f"{expected}, as TRL declares it") from None
+            raise InputError(f"trainer.{key}", repr(value), f"{expected}, as CreditConfig declares it") from None
 
 
 def _check_count(rows: Sequence[Any], args: CreditConfig) -> None:
