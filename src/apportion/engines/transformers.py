@@ -108,11 +108,15 @@ class TransformersEngine:
         Raises:
             InputError: sequences that do not fit `max_cache_tokens`, or a model that does not keep every key of them.
         """
-        self._fits(longest)
-        if not self.scorer.sliceable(longest):
+        if not self.streams(longest):
+            self._fits(longest)
             raise InputError("model", type(self.model).__name__, f"full attention over {longest} tokens in every layer")
         slots = min(self.max_batch, self.max_cache_tokens // longest, samples or self.max_batch)
         return Stream(self, sampling, slots, longest, budget)
+
+    def streams(self, longest: int) -> bool:
+        """Whether there can be a `stream` of sequences of up to `longest` tokens."""
+        return longest <= self.max_cache_tokens and self.scorer.sliceable(longest)
 
     def read(self, stream: Stream) -> Generator[Continuation, None, None]:
         """Yields what the stream ends, as it does; rollouts are not counted as generated."""

@@ -88,8 +88,7 @@ class GroupStream:
 
     def fits(self, prompts: Sequence[Sequence[int]]) -> bool:
         """Whether the engine can keep responses to these prompts; TRL samples those that it cannot."""
-        longest = self._longest(prompts)
-        return self.engine.scorer.sliceable(longest) and longest <= self.engine.max_cache_tokens
+        return self.engine.streams(self._longest(prompts))
 
     def _longest(self, prompts: Sequence[Sequence[int]]) -> int:
         fresh = fresh_budget(self.trainer.credit_method)
