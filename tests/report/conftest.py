@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,59 @@ def segment() -> Callable[..., dict[str, float]]:
         }  # fmt: skip
 
     return make
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# Without the last four a start asks for updates and looks for hosts that are none of this page's.
+FLAGS = (
+    "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-quic", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A real browser, driven by Playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright's Python package is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no chromium on PATH to open the page with")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page that was opened, and everything it did that a page of ours must not: `faults`."""
+
+    def __init__(self, browser: Any, allowed: str, **options: Any) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 1000}, **options})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.faults: list[str] = []
+        self.page.on("console", lambda m: self.faults.append(f"console: {m.text}"))
+        self.page.on("pageerror", lambda e: self.faults.append(f"error: {e}"))
+        self.page.on("dialog", lambda d: (self.faults.append(f"dialog: {d.message}"), d.dismiss()))
+        self.page.on("request", lambda r: r.url.startswith(allowed) or self.faults.append(f"request: {r.url}"))
+        self.page.on("popup", lambda p: self.faults.append(f"window: {p.url}"))
+
+    def go(self, address: str) -> Any:
+        self.page.goto(address)
+        self.page.locator("body[data-view]").wait_for()
+        return self.page
+
+
+@pytest.fixture
+def opened(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page file, or an address, and fails the test where it logs, asks for or opens anything."""
+    all_of_them: list[Opened] = []
+
+    def open_it(where: Path | str, fragment: str = "", **options: Any) -> Any:
+        address = where.as_uri() if isinstance(where, Path) else where
+        all_of_them.append(Opened(chromium, address.partition("#")[0], **options))
+        return all_of_them[-1].go(address + fragment)
+
+    yield open_it
+    for each in all_of_them:
+        each.context.close()
+    assert [fault for each in all_of_them for fault in each.faults] == []

@@ -14,6 +14,7 @@ import re
 import unicodedata
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,8 @@ from apportion.errors import InputError
 from apportion.records import RunFolder
 from apportion.report import write_page
 from apportion.report.escape import embeddable_json, one_line, visible
-from apportion.report.page import MAX_BYTES, metric_series, page_data, render
+from apportion.report.page import MAX_BYTES, SCRIPTS, STYLES, pack, render, unpacked
+from apportion.report.site import Site
 from apportion.report.view import SCHEMA
 
 HOSTILE = [
@@ -31,6 +33,9 @@ HOSTILE = [
     "javascript:alert(1)", "\u202eevil\u202c \u2066x\u2069", "\x1b[31mred\x1b]0;title\x07", "a\x00b\x7f\x85",
     "\u2028\u2029\ufeff\u200b", "{{ 7*7 }}{% raw %}", "[bold red]x[/] [link=file:///]y", "&lt;b&gt; &amp; '", "\r\n",
 ]  # fmt: skip
+
+# Of dist/katex.min.js in the npm package katex 0.19.1.
+KATEX_0_19_1 = "fa140498b8cfc8302cbe5e7cb1bdbc1f952bc38b3fa258ede09e73edbf9a74bc"
 
 URLS = {"src", "href", "action", "data", "poster", "srcset", "style", "xlink:href"}
 
@@ -67,35 +72,73 @@ class Page(HTMLParser):
             self.title += data
 
 
-def assert_inert(html: str) -> dict:
-    """Exactly our two scripts, no handler, no address to load from; returns the embedded data."""
+def assert_inert(html: str) -> Shown:
+    """Nothing in it but our scripts and data, no handler, no address to load from; returns what is embedded."""
     page = Page(html)
-    kinds = [attrs.get("type") for tag, attrs in page.elements if tag == "script"]
-    assert kinds == ["application/json", None]
+    scripts = [attrs for tag, attrs in page.elements if tag == "script"]
+    kinds = [attrs.get("type") for attrs in scripts]
+    assert kinds[0] == "application/json" and kinds.count(None) == 2
+    assert set(kinds[1:]) <= {"application/gzip", None}
     for tag, attrs in page.elements:
         assert tag not in {"img", "iframe", "object", "embed", "link", "base", "form", "video", "audio", "svg"}
         assert not [name for name in attrs if name.startswith("on")], (tag, attrs)
-        assert {name: attrs[name] for name in attrs if name in URLS} in ({}, {"href": "#response"}), (tag, attrs)
+        assert {name: attrs[name] for name in attrs if name in URLS} in ({}, {"href": "#main"}), (tag, attrs)
     policy = next(a["content"] for t, a in page.elements if a.get("http-equiv") == "Content-Security-Policy")
-    for directive, source in (("script-src", page.scripts[1]), ("style-src", page.styles[0])):
-        digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
-        assert f"{directive} 'sha256-{digest}';" in policy
-    assert policy.startswith("default-src 'none';") and "unsafe" not in policy
-    return json.loads(page.scripts[0])
+    run = [source for kind, source in zip(kinds, page.scripts, strict=True) if kind is None]
+    code = " ".join(f"'{digest(source)}'" for source in run)
+    assert f"script-src {code};" in policy and f"style-src '{digest(page.styles[0])}';" in policy
+    assert policy.startswith("default-src 'none';") and "unsafe" not in policy and "connect-src 'none'" in policy
+    chunks = {
+        str(attrs["id"]): unpacked(text.encode("ascii"))
+        for attrs, text in zip(scripts, page.scripts, strict=True) if attrs.get("type") == "application/gzip"
+    }  # fmt: skip
+    return Shown(json.loads(page.scripts[0]), chunks)
+
+
+def digest(source: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+
+
+class Shown:
+    """The index and the chunks of a page."""
+
+    def __init__(self, index: dict[str, Any], chunks: dict[str, dict[str, Any]]) -> None:
+        self.index, self.chunks = index, chunks
+
+    @property
+    def steps(self) -> list[int]:
+        return self.index["steps"]
+
+    def responses(self, step: int | None = None) -> list[dict[str, Any]]:
+        """The responses of a step, the last where left out, each with all that the page has of it."""
+        number = self.steps[-1] if step is None else step
+        summaries = self.chunks[f"step-{number}"]["responses"]
+        return [{**r, **self.chunks[f"step-{number}-row-{r['row']}"]} for r in summaries]
+
+
+def shown(run: RunFolder, step=None, response=None, max_steps=8, max_bytes=MAX_BYTES) -> Shown:
+    index, chunks = pack(Site(run), step, response, max_steps, max_bytes)
+    return Shown(index, {key: unpacked(chunk) for key, chunk in chunks.items()})
+
+
+def html_of(run: RunFolder) -> str:
+    return render(*pack(Site(run), None, None, 8, MAX_BYTES))
 
 
 def test_a_real_run_makes_a_page_that_stands_alone(run, tmp_path):
     out = write_page(run.path, tmp_path / "page.html")
     html = out.read_text(encoding="utf-8")
-    data = assert_inert(html)
-    assert data["schema"] == SCHEMA and data["run"] == "chain-7" and data["left_out"] == []
-    assert [s["step"] for s in data["steps"]] == run.steps()
-    assert data["start"]["step"] == run.steps()[-1]
-    last = data["steps"][-1]["responses"]
+    found = assert_inert(html)
+    index, last = found.index, found.responses()
+    assert index["schema"] == SCHEMA and index["name"] == "chain-7" and index["left_out"] == []
+    assert found.steps == run.steps() and index["start"]["step"] == run.steps()[-1]
     widest = max(r["spread"] for r in last)
-    assert next(r for r in last if r["row"] == data["start"]["row"])["spread"] == widest
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", html)
+    assert next(r for r in last if r["row"] == index["start"]["row"])["spread"] == widest
+    addresses = set(re.findall(r"https?://[^\s'\"<>)]+", html))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}
     assert not out.with_name("page.html.part").exists()
+    # The same records make the same bytes.
+    assert write_page(run.path, tmp_path / "again.html").read_text(encoding="utf-8") == html
 
 
 def test_hostile_text_is_inert_wherever_it_stands(handmade):
@@ -116,9 +159,11 @@ def test_hostile_text_is_inert_wherever_it_stands(handmade):
         settings={everything: everything}, invariants={everything: 1.0}, counts={everything: 1},
     )  # fmt: skip
     (run.path / "config.toml").write_bytes(everything.encode("utf-8") + b"\xff\xfe")
-    html = render(run.path, page_data(run, None, None, 8, MAX_BYTES))
-    data = assert_inert(html)
-    assert len(data["steps"][0]["responses"]) == len(HOSTILE)
+    html = html_of(run)
+    found = assert_inert(html)
+    assert len(found.responses()) == len(HOSTILE)
+    embedded = json.dumps([found.index, found.chunks], ensure_ascii=False)
+    assert not {c for c in embedded if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     acting = {c for c in html if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")} - {"\n"}
     assert not acting
     assert Page(html).title == 'Credit of "><img src=x onerror=alert(1)> ⟨U+202E⟩'
@@ -148,11 +193,9 @@ def test_letters_of_any_script_stay_as_they_are():
 
 def test_a_line_of_ten_megabytes_is_cut_and_counted(handmade):
     run = handmade([{"token_ids": [1], "text": "x" * 10_000_000, "char_start": [0]}])
-    html = render(run.path, page_data(run, None, None, 8, MAX_BYTES))
-    assert (
-        len(html) < 100_000
-        and "(9,998,000 more characters)" in assert_inert(html)["steps"][0]["responses"][0]["tokens"]["text"][0]
-    )
+    html = html_of(run)
+    assert len(html) < 500_000
+    assert "(9,998,000 more characters)" in assert_inert(html).responses()[0]["tokens"]["text"][0]
 
 
 def test_a_number_that_json_has_not_is_null(handmade):
@@ -160,43 +203,47 @@ def test_a_number_that_json_has_not_is_null(handmade):
     run = handmade(
         [{"token_ids": [1], "reward": nan, "verdict": "abstain", "mean": nan, "entropy": [nan]}], metrics={"x": nan}
     )
-    data = page_data(run, None, None, 8, MAX_BYTES)
-    assert "NaN" not in embeddable_json(data) and data["steps"][0]["responses"][0]["reward"] is None
+    found = assert_inert(html_of(run))
+    assert found.responses()[0]["reward"] is None and found.responses()[0]["tokens"]["entropy"] == [None]
     with pytest.raises(ValueError):
         embeddable_json(nan)
 
 
 def test_the_budget_keeps_the_most_instructive_groups_of_the_last_steps(run):
-    whole = page_data(run, None, None, 8, MAX_BYTES)
-    size = len(embeddable_json(whole["steps"][-1]["responses"]))
-    few = page_data(run, None, None, 8, size // 2)
-    assert [s["step"] for s in few["steps"]] == run.steps()[-1:]
-    kept = few["steps"][0]["responses"]
-    widest = max(whole["steps"][-1]["responses"], key=lambda r: r["spread"])
+    last = run.steps()[-1]
+    _, chunks = pack(Site(run), None, None, 1, MAX_BYTES)
+    size = sum(len(chunk) for key, chunk in chunks.items() if "-row-" in key)
+    few = shown(run, max_bytes=size // 2)
+    assert few.steps == [last]
+    kept = few.responses()
+    widest = max(shown(run).responses(), key=lambda r: r["spread"])
     assert widest["row"] in {r["row"] for r in kept} and len(kept) % 8 == 0 and 0 < len(kept) < 24
-    assert few["left_out"][0] == f"{24 - len(kept)} of 24 responses of step {run.steps()[-1]}"
-    assert len(few["left_out"]) == 3
+    assert few.index["left_out"] == [
+        f"{24 - len(kept)} of 24 responses of step {last}",
+        *(f"24 of 24 responses of step {step}" for step in reversed(run.steps()[:-1])),
+    ]
+    groups = few.chunks[f"step-{last}"]["groups"]
+    assert len(groups) == 3 and sorted(row for g in groups for row in g["rows"]) == [r["row"] for r in kept]
+    # Extreme credits link only to what is there.
+    assert {e["row"] for e in few.index["extremes"]} <= {r["row"] for r in kept}
     # A row that was asked for comes first, even of the group with nothing to tell.
-    assert page_data(run, None, 0, 8, 1)["start"] == {"step": run.steps()[-1], "row": 0}
-    assert {r["group"] for r in page_data(run, None, 0, 8, 1)["steps"][0]["responses"]} == {0}
+    asked = shown(run, response=0, max_bytes=1)
+    assert asked.index["start"] == {"step": last, "row": 0} and {r["group"] for r in asked.responses()} == {0}
 
 
 def test_steps_are_the_last_ones_or_the_one_asked_for(run):
     first, middle, last = run.steps()
-    assert [s["step"] for s in page_data(run, None, None, 2, MAX_BYTES)["steps"]] == [middle, last]
-    assert page_data(run, None, None, 2, MAX_BYTES)["left_out"] == [f"1 earlier recorded step ({first})"]
-    one = page_data(run, first, None, 8, MAX_BYTES)
-    assert [s["step"] for s in one["steps"]] == [first] and one["left_out"] == []
+    assert shown(run, max_steps=2).steps == [middle, last]
+    assert shown(run, max_steps=2).index["left_out"] == [f"1 earlier recorded step ({first})"]
+    one = shown(run, step=first)
+    assert one.steps == [first] and one.index["left_out"] == []
 
 
-def test_metrics_are_whatever_numbers_were_logged():
-    rows = [
-        {"step": s, "a": float(s), "text": "no", "flag": True, **({"late": 1} if s == 3 else {})} for s in (1, 2, 3)
-    ]
-    found = metric_series(rows)
-    assert found == {"step": [1, 2, 3], "series": {"a": [1.0, 2.0, 3.0], "late": [None, None, 1.0]}}
-    long = metric_series([{"step": s, "a": s} for s in range(2501)])
-    assert len(long["step"]) == 834 and long["step"][-1] == 2500
+def test_progress_counts_the_responses_of_each_step(run):
+    told = []
+    pack(Site(run), None, None, 2, MAX_BYTES, lambda *words: told.append(words))
+    _, middle, last = run.steps()
+    assert told == [(f"step {step}", k, 24) for step in (last, middle) for k in (8, 16, 24)]
 
 
 @pytest.mark.parametrize(
@@ -219,9 +266,9 @@ def test_a_run_of_a_method_that_is_not_installed_still_opens(handmade):
     run = handmade([{"token_ids": [1, 2], "text": None, "old_logprob": None}])
     rows = [{**row, "method": "somebody-elses"} for row in run.read("credit", 1)]
     run.write("credit", 1, rows)
-    data = assert_inert(render(run.path, page_data(run, None, None, 8, MAX_BYTES)))
-    assert data["steps"][0]["method"] == "somebody-elses" and data["steps"][0]["responses"][0]["checks"] == []
-    assert data["invariant_names"]["conserved"] == "declared conservation"
+    found = assert_inert(html_of(run))
+    assert found.chunks["step-1"]["method"] == "somebody-elses" and found.responses()[0]["checks"] == []
+    assert found.chunks["step-1"]["laws"]["conserved"] == "declared conservation"
 
 
 def test_a_step_without_responses_opens(tmp_path):
@@ -229,27 +276,25 @@ def test_a_step_without_responses_opens(tmp_path):
     run.log({"step": 1})
     for kind in ("rollouts", "evidence", "credit"):
         run.write(kind, 1, [])
-    assert assert_inert(render(run.path, page_data(run, None, None, 8, MAX_BYTES)))["start"] == {"step": 1, "row": None}
+    assert assert_inert(html_of(run)).index["start"] == {"step": 1, "row": None}
 
 
 def test_our_own_sources_hold_no_sink_and_no_address():
     folder = Path(__file__).parents[2] / "src" / "apportion" / "report"
-    source = "".join(
-        (folder / name).read_text() for name in ("dom.js", "charts.js", "page.js", "page.css", "page.html")
-    )
+    names = [*SCRIPTS, *STYLES, "page.html"]
+    source = "".join((folder / name).read_text() for name in names)
     # Comments may name what is avoided.
     code = re.sub(r"//[^\n]*", "", source.replace("http://www.w3.org/2000/svg", ""))
     for word in (
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacent",
-        "document.write",
-        "eval(",
-        "Function(",
-        "fetch(",
-        "http:",
-        "https:",
-        "@import",
-        "url(h",
-    ):
+        "innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "fetch(", "XMLHttp",
+        "http:", "https:", "@import", "url(h", "setTimeout(\"", "localStorage", "cookie",
+    ):  # fmt: skip
         assert word not in code, word
+    # Every script and style of ours is on the page, and no other but the live page's.
+    assert {path.name for path in folder.glob("*.js")} - set(names) == {"live.js"}
+    assert {path.name for path in folder.glob("*.css")} == set(STYLES)
+
+
+def test_the_library_is_its_release_unchanged():
+    script = Path(__file__).parents[2] / "src" / "apportion" / "report" / "vendor" / "katex.min.js"
+    assert hashlib.sha256(script.read_bytes()).hexdigest() == KATEX_0_19_1

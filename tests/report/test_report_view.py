@@ -15,12 +15,15 @@ from synthetic import EOS
 
 from apportion.errors import InputError
 from apportion.records import RunFolder
+from apportion.report.detail import token_texts
 from apportion.report.reading import fixed, signed
-from apportion.report.view import step_view, token_texts
+from apportion.report.view import StepView
 
 
-def view_of(run: RunFolder) -> dict:
-    return step_view(run, 1)
+def view_of(run: RunFolder, step: int = 1) -> dict:
+    """The step's summary, with everything of each response in it."""
+    view = StepView(run, step)
+    return {**view.summary, "responses": [view.response(r["row"]) for r in view.summary["responses"]]}
 
 
 def test_segments_of_the_worked_example(handmade, segment):
@@ -152,7 +155,7 @@ def test_files_of_different_steps_are_refused(handmade):
 
 
 def test_a_real_record_keeps_its_laws(run):
-    view = step_view(run, run.steps()[-1])
+    view = view_of(run, run.steps()[-1])
     assert len(view["responses"]) == 24 and view["groups"][0]["collapsed"]
     errors = [c["error"] for r in view["responses"] for c in r["checks"]]
     assert len(errors) == 48 and max(errors) < 1e-6

@@ -3,44 +3,86 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from apportion.report.source import Source
+
 
 def inspect(
-    run: Annotated[Path, typer.Argument(help="A run folder, as `apportion train` writes it.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder, or records of TRL, verl, prime-rl or `apportion assign`.",
+            show_default=False,
+        ),
+    ],
     step: Annotated[
         int | None, typer.Option(help="Only this step. Default: the last ones.", show_default=False)
     ] = None,
     response: Annotated[
         int | None, typer.Option(help="Row of the step. Default: the most instructive.", show_default=False)
     ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--beside", help="Another run, whose learning curves are drawn too; several times.", show_default=False
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="The page to write. Default: RUN/page.html.", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="The page to write. Default: page.html in RUN, or beside the file.",
+            show_default=False,
+        ),
     ] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    max_mb: Annotated[float, typer.Option(min=0.0, help="Budget of the responses in the page, in MB.")] = 20.0,
+    max_mb: Annotated[float, typer.Option(min=0.0, help="Budget of the responses in the page, in MB.")] = 100.0,
 ) -> None:
-    """Print one response with its credit and write the page of the run."""
+    """Print one response with its credit and write the page of the run.
+
+    Runs with the same configuration but for their seed are one curve with an interval.
+    """
     from rich.console import Console
 
-    from apportion.records import RunFolder
     from apportion.report.escape import visible
-    from apportion.report.page import find_steps, start_row, write_page
+    from apportion.report.page import find_steps
+    from apportion.report.site import start_row
+    from apportion.report.source import open_source
     from apportion.report.terminal import print_response
-    from apportion.report.view import step_view
+    from apportion.report.view import StepView
 
-    folder = RunFolder(run)
-    # The spinner goes to stderr: standard output carries results only.
-    with Console(stderr=True).status("Writing the page"):
-        view = step_view(folder, find_steps(folder, step)[-1])
-        row = start_row(view, response)
-        page = write_page(run, output or run / "page.html", step=step, response=row, max_bytes=round(max_mb * 1e6))
-    for chosen in view["responses"]:
-        if chosen["row"] == row:
-            print_response(Console(), view, chosen)
+    source = open_source(run)
+    others = [open_source(other) for other in beside or []]
+    view = StepView(source, find_steps(source, step)[-1])
+    row = start_row(view.summary, response)
+    if row is not None:
+        print_response(Console(), view.summary, view.response(row))
+    out = output or (run if run.is_dir() else run.parent) / "page.html"
+    page = _written(source, others, out, step, row, round(max_mb * 1e6))
     typer.echo(f"\nPage: {visible(str(page))}")
     if open_page:
         typer.launch(page.resolve().as_uri())
+
+
+def _written(
+    source: Source, others: list[Source], out: Path, step: int | None, row: int | None, max_bytes: int
+) -> Path:
+    """Writes the page. Progress goes to stderr: standard output carries results only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from apportion.report.page import write_page
+
+    console = Console(stderr=True)
+    columns = (TextColumn("Writing the page"), BarColumn(), TextColumn("{task.fields[words]}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", words="")
+        return write_page(
+            source, out, step=step, response=row, beside=others, max_bytes=max_bytes,
+            progress=lambda words, done, of: bar.update(task, completed=done, total=of, words=words),
+        )  # fmt: skip

@@ -76,7 +76,7 @@ class ProbePO(CreditMethod):
         return self
 
     def plan(self, rollouts: Rollouts, base: Base) -> list[Job]:
-        row, position, score = self._candidates(rollouts, base)
+        row, position, score = self.candidates(rollouts, base)
         # Sorted by group, then by the tie rule; numpy's lexsort takes its last key first.
         order = np.lexsort((position, row, -score, rollouts.group[row]))
         row, position, score = (t[torch.from_numpy(order)] for t in (row, position, score))
@@ -129,8 +129,16 @@ class ProbePO(CreditMethod):
         """[K] factor on each candidate's score by its place in a response of [K] `length`: 1 [paper]."""
         return torch.ones_like(position, dtype=torch.float64)
 
-    def _candidates(self, rollouts: Rollouts, base: Base) -> tuple[Tensor, Tensor, Tensor]:
-        """[K] rows, positions and scores of the shortlisted candidates of live groups."""
+    def steps(self, rollouts: Rollouts) -> list[list[int]]:
+        """For each response the positions where a step starts after its first token, rising (`step_positions`)."""
+        return step_positions(rollouts, partial(step_starts, patterns=self.markers), self.name)
+
+    def candidates(self, rollouts: Rollouts, base: Base) -> tuple[Tensor, Tensor, Tensor]:
+        """[K] rows, positions and scores of what may be probed: the shortlisted candidates of live groups [paper].
+
+        Every response with a candidate has its best one in the shortlist. With random placement all trainable tokens
+        behind the first are candidates, the scores are draws and there is no shortlist [ours].
+        """
         if self.placement == "random":
             inside = rollouts.spread(base.live) & (rollouts.position > 0) & rollouts.mask
             row, position = rollouts.row[inside], rollouts.position[inside]
@@ -138,10 +146,9 @@ class ProbePO(CreditMethod):
         if rollouts.entropy is None:
             raise InputError("probepo: entropy", "none", "one value a token, in nats", "give `entropy` for every row")
         live, length = base.live.tolist(), rollouts.length.tolist()
-        split = partial(step_starts, patterns=self.markers)
         pivots = [
             (i, p)
-            for i, steps in enumerate(step_positions(rollouts, split, self.name)) if live[i]
+            for i, steps in enumerate(self.steps(rollouts)) if live[i]
             for p in keep_tail(merge_close(steps, self.min_gap), length[i], self.window)
         ]  # fmt: skip
         row, position = torch.tensor(pivots, dtype=torch.int64).reshape(-1, 2).unbind(1)

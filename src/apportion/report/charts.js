@@ -141,38 +141,14 @@ function entropyArea(r, x, top, right) {
     svg("text", { x: PAD.left - 7, y: top + 9, class: "tick end" }, short(peak))];
 }
 
-// A response as one strip of coloured segments, for the list.
-function strip(r, creditAt, scale) {
-  const parts = [];
-  const cuts = r.segments.length ? r.segments : [{ start: 0, end: r.length }];
-  for (const s of cuts) {
-    const { a, hue } = tintOf(creditAt(s.start), scale);
-    parts.push(svg("rect", { x: s.start, y: 0, width: s.end - s.start, height: 1, class: `band ${hue}`, "--a": a }));
-    if (s.samples && s.start) parts.push(svg("line", { x1: s.start, x2: s.start, y1: 0, y2: 1, class: "cut" }));
-  }
+// A response as one strip of credit less `base`, for a list.
+function strip(r, base, scale) {
+  const parts = r.strip.map(([start, end, value]) => {
+    const { a, hue } = tintOf(value - base, scale);
+    return svg("rect", { x: start, y: 0, width: end - start, height: 1, class: `band ${hue}`, "--a": a });
+  });
+  const cuts = r.values.filter(([start, , , samples]) => samples && start).map(([start]) =>
+    svg("line", { x1: start, x2: start, y1: 0, y2: 1, class: "cut" }));
   return svg("svg", { class: "strip", viewBox: `0 0 ${Math.max(1, r.length)} 1`, preserveAspectRatio: "none",
-    "aria-hidden": "true" }, parts);
-}
-
-// `expected`: what was predicted of each step, or nothing; drawn as a dashed line on the same scale.
-function metricChart(name, steps, values, current, expected) {
-  const W = 220, H = 74, pointsOf = (list) => steps.map((s, i) => [s, list[i]]).filter((p) => p[1] !== null);
-  const points = pointsOf(values), told = pointsOf(expected || steps.map(() => null));
-  const all = [...points, ...told].map((p) => p[1]), own = points.map((p) => p[1]);
-  const low = Math.min(...all), high = Math.max(...all);
-  const first = steps[0], span = steps[steps.length - 1] - first || 1, rise = high - low || 1;
-  const x = (s) => 4 + ((s - first) / span) * (W - 8);
-  const y = (v) => (high === low ? H / 2 : 6 + (1 - (v - low) / rise) * (H - 12));
-  const line = (list) => list.map(([s, v], i) => `${i ? "L" : "M"}${x(s).toFixed(1)},${y(v).toFixed(1)}`).join("");
-  const here = points.find((p) => p[0] === current);
-  const last = points[points.length - 1], said = told.length ? `, predicted ${short(told[told.length - 1][1])}` : "";
-  return el("figure", { class: "metric" },
-    el("figcaption", null, el("span", null, name.split(/(?<=[/_])/).map((word) => [word, el("wbr")])), el("b", null, short(here ? here[1] : last[1]))),
-    svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label":
-      `${name}: from ${short(points[0][1])} at step ${points[0][0]} to ${short(last[1])} at step ${last[0]}${said}` },
-      svg("line", { x1: 4, x2: W - 4, y1: H - 2, y2: H - 2, class: "grid" }),
-      told.length ? svg("path", { d: line(told), class: "metric-told" }) : null,
-      svg("path", { d: line(points), class: "metric-line" }),
-      here && svg("circle", { cx: x(here[0]), cy: y(here[1]), r: 3.5, class: "metric-here" })),
-    el("p", { class: "range" }, `${short(Math.min(...own))} to ${short(Math.max(...own))}${said}`));
+    "aria-hidden": "true" }, parts, cuts);
 }

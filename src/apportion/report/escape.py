@@ -37,6 +37,8 @@ def visible(text: str, limit: int | None = None) -> str:
     surrogates ⟨U+202E⟩. Past `limit` characters the rest is counted and not shown.
     """
     cut = "" if limit is None or len(text) <= limit else f"… ({len(text) - limit:,} more characters)"
+    if not cut and text.isprintable():  # most text: it holds none of the characters above
+        return text
     return text[:limit].translate(_VISIBLE) + cut
 
 

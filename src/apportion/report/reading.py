@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
@@ -19,25 +19,25 @@ def signed(value: float | None, digits: int = 2) -> str:
     return ("+" if value is not None and value >= 0 else "") + fixed(value, digits)
 
 
-def reading(response: Mapping[str, Any], collapsed: bool) -> str:
-    """Says of one response (a view, see view.py) what decided it. `collapsed`: its group has σ = 0."""
+def reading(response: Mapping[str, Any], segments: Sequence[Mapping[str, Any]], collapsed: bool) -> str:
+    """Says of one response (views, see view.py and detail.py) what decided it. `collapsed`: its group has σ = 0."""
     reward, mean, base = response["reward"], response["mean"], response["base"]
     if reward is None:
         return "No reward: the verifier abstained, so this response is left out of its group."
     opening = f"Reward {reward:g} where the group averages {fixed(mean)}."
     if collapsed and not response["spread"]:
         return f"{opening} σ = 0: all rewards of its group are equal, so every token gets {signed(base)}."
-    pieces = [s for s in response["segments"] if s["before"] is not None and s["after"] is not None]
+    pieces = [s for s in segments if s["before"] is not None and s["after"] is not None]
     if not response["spread"]:
-        why = " No pivot fell into it:" if response["segments"] else ""
+        why = " No pivot fell into it:" if segments else ""
         return f"{opening}{why} every token gets the base advantage {signed(base)}."
     if len(pieces) < 2:
-        low, high = _range(response)
-        return f"{opening} Advantages run from {signed(low)} to {signed(high)} around the base {signed(base)}."
+        low, high = signed(response["low"]), signed(response["high"])
+        return f"{opening} Advantages run from {low} to {high} around the base {signed(base)}."
     lost = reward < mean
     extreme = min if lost else max
     piece = extreme(pieces, key=lambda s: s["increment"])
-    number = response["segments"].index(piece) + 1
+    number = segments.index(piece) + 1
     change, spread = piece["increment"], piece["increment_stderr"]
     where = f"segment {number}, “{piece['snippet']}”"
     return (
@@ -54,9 +54,3 @@ def _sureness(change: float, spread: float) -> str:
     if ratio <= 1:
         return "within one standard error, so it may be noise"
     return f"{ratio:.1f} standard errors" + (", likely real" if ratio >= 2 else ", weak evidence")
-
-
-def _range(response: Mapping[str, Any]) -> tuple[float, float]:
-    masked = set(response["tokens"]["masked"])
-    kept = [a for t, a in enumerate(response["tokens"]["advantage"]) if t not in masked]
-    return min(kept), max(kept)

@@ -7,218 +7,193 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 from apportion.credit.registry import method_class
 from apportion.errors import InputError
-from apportion.records import RunFolder
-from apportion.report.escape import one_line, visible
+from apportion.report.detail import Samples, checks, conserves, number, segments, tokens
+from apportion.report.escape import visible
 from apportion.report.reading import reading
+from apportion.report.source import Source
+from apportion.report.why import spending
 
-SCHEMA = 1
+SCHEMA = 2
 
-_TOKEN_LIMIT, _PROMPT_LIMIT, _CONTINUATION_LIMIT = 2_000, 20_000, 4_000  # characters
+_NAME, _WORDS, _PROMPT = 80, 2_000, 20_000  # characters
+_PIECES = 64  # of a response's strip
+
+CONSERVED = {
+    "token_mean": "token mean of A = GRPO’s base advantage",
+    "token_sum": "token sum of A = base × tokens",
+    "group_sum": "group sum of A = Σ base × tokens",
+}
+INVARIANTS = {"telescoping": "Σ increments = r − first value (μ for ProbePO)"}
 
 Row = Mapping[str, Any]
 
 
-def step_view(run: RunFolder, step: int) -> dict[str, Any]:
-    """The view of one step: `groups` in order of appearance, `responses` in row order, `scale`, `invariants`.
+class StepView:
+    """One recorded step: `summary` of all its responses, and on demand the `detail` of one.
 
     Raises:
         InputError: the step's rollouts and credit do not stand row for row.
     """
-    rollouts, credit = run.read("rollouts", step), run.read("credit", step)
-    if [row["row"] for row in rollouts] != [row["row"] for row in credit]:
-        raise InputError(
-            f"RUN, step {step}", f"{len(rollouts)} rollouts and {len(credit)} rows of credit",
-            "the same rows in the same order", "record the step again; one of its files is not this step's",
-        )  # fmt: skip
-    evidence = _Evidence(run.read("evidence", step), rollouts)
-    names = list(dict.fromkeys(row["group"] for row in rollouts))
-    members: dict[str, list[Row]] = {name: [] for name in names}
-    for row in rollouts:
-        members[row["group"]].append(row)
-    groups = [_group_view(members[name]) for name in names]
-    index = {name: i for i, name in enumerate(names)}
-    responses = [
-        _response_view(r, c, index[r["group"]], groups[index[r["group"]]]["collapsed"], evidence)
-        for r, c in zip(rollouts, credit, strict=True)
-    ]
-    first = credit[0] if credit else {"method": "", "settings": "{}", "invariants": "{}", "counts": "{}"}
-    return {
-        "step": step, "method": visible(first["method"]), "settings": json.loads(first["settings"]),
-        "invariants": json.loads(first["invariants"]), "counts": json.loads(first["counts"]),
-        "scale": _scales(responses), "groups": groups, "responses": responses,
-    }  # fmt: skip
+
+    def __init__(self, source: Source, step: int) -> None:
+        self.step = step
+        self.rollouts, self.credit = source.read("rollouts", step), source.read("credit", step)
+        rows = [row["row"] for row in self.rollouts]
+        if rows != [row["row"] for row in self.credit]:
+            raise InputError(
+                f"RUN, step {step}", f"{len(self.rollouts)} rollouts and {len(self.credit)} rows of credit",
+                "the same rows in the same order", "record the step again; one of its files is not this step's",
+            )  # fmt: skip
+        self._place = {row: i for i, row in enumerate(rows)}
+        evidence = source.read("evidence", step)
+        self._samples = Samples(evidence, self.rollouts)
+        self.summary = self._summary(evidence)
+
+    def detail(self, row: int) -> dict[str, Any]:
+        """Tokens, segments, continuations and laws of one response.
+
+        Raises:
+            InputError: the step has no such row.
+        """
+        r, c = self._rows(row)
+        pieces = segments(r, c)
+        measured = [s["start"] for s in pieces if s["samples"]]
+        return {
+            "step": self.step, "row": row, "tokens": tokens(r, c), "segments": pieces,
+            "continuations": {str(p): found for p in measured if (found := self._samples.at(r, p))},
+            "checks": checks(c, r["reward"], pieces, _trained(r, c)),
+        }  # fmt: skip
+
+    def response(self, row: int) -> dict[str, Any]:
+        """Summary and detail of one response as one.
+
+        Raises:
+            InputError: the step has no such row.
+        """
+        return {**self.summary["responses"][self._place[row]], **self.detail(row)}
+
+    def _rows(self, row: int) -> tuple[Row, Row]:
+        if row not in self._place:
+            rows = self._place or {0: 0}
+            raise InputError("response", row, f"a row of step {self.step}: {min(rows)} to {max(rows)}")
+        return self.rollouts[self._place[row]], self.credit[self._place[row]]
+
+    def _summary(self, evidence: Sequence[Row]) -> dict[str, Any]:
+        members: dict[str, list[Row]] = {}
+        for row in self.rollouts:
+            members.setdefault(row["group"], []).append(row)
+        spent = spending(self.rollouts, evidence, self.credit)
+        groups = [{**_group(rows), **more} for rows, more in zip(members.values(), spent.groups, strict=True)]
+        place = {name: i for i, name in enumerate(members)}
+        responses = [
+            _response(r, c, place[r["group"]], groups[place[r["group"]]]["collapsed"], more)
+            for r, c, more in zip(self.rollouts, self.credit, spent.responses, strict=True)
+        ]
+        first = self.credit[0] if self.credit else {"method": "", "settings": "{}", "invariants": "{}", "counts": "{}"}
+        return {
+            "step": self.step, "method": visible(first["method"]), "about": _about(first["method"]),
+            "settings": _shown(json.loads(first["settings"])),
+            "invariants": _shown(json.loads(first["invariants"])), "laws": _shown(_laws(first["method"])),
+            "counts": _shown(json.loads(first["counts"])), "scale": self._scales(), "groups": groups,
+            "responses": responses,
+        }  # fmt: skip
+
+    def _scales(self) -> dict[str, float]:
+        """Where the colours saturate: the step's 99th percentile of |A| and of |A − base| over trained tokens."""
+        final, moved = [], []
+        for r, c in zip(self.rollouts, self.credit, strict=True):
+            kept = _trained(r, c)
+            final += [abs(a) for a in kept]
+            moved += [abs(a - c["base"]) for a in kept]
+        return {"advantage": _p99(final), "moved": _p99(moved)}
 
 
-def _group_view(members: Sequence[Row]) -> dict[str, Any]:
+def _shown(value: Any) -> Any:
+    """Recorded JSON with its names and texts made visible, and null where a number is none."""
+    if isinstance(value, dict):
+        return {visible(str(name), _NAME): _shown(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return visible(value, 200) if isinstance(value, str) else value
+
+
+def _about(method: str) -> str:
+    """A method's own first sentence; nothing for one whose package is not installed here."""
+    try:
+        doc = method_class(method).__doc__ or ""
+    except InputError:
+        return ""
+    return " ".join(textwrap.dedent(doc).strip().split("\n\n")[0].split())
+
+
+def _laws(method: str) -> dict[str, str]:
+    """The names of a method's invariants in words."""
+    kept = CONSERVED.get(conserves(method), "declared conservation")
+    names = {"conserved": kept, **INVARIANTS}
+    # A pipeline has its own and its stages', as "probepo/telescoping".
+    for stage in method.split("+") if "+" in method else ():
+        names |= {f"{stage}/{name}": f"{stage}: {words}" for name, words in _laws(stage).items()}
+    return names
+
+
+def _trained(r: Row, c: Row) -> list[float]:
+    return [a for a, m in zip(c["advantage"], r["mask"], strict=True) if m]
+
+
+def _group(members: Sequence[Row]) -> dict[str, Any]:
     first = members[0]
-    scored = [m["reward"] for m in members if _finite(m["reward"]) and any(m["mask"])]
+    scored = [m["reward"] for m in members if m["reward"] is not None and math.isfinite(m["reward"]) and any(m["mask"])]
     mean = sum(scored) / len(scored) if scored else None
     # The same rule as groups.group_stats: equal up to rounding, or nothing to compare with.
     equal = len(scored) < 2 or max(scored) - min(scored) <= 1e-8 * max(1.0, abs(max(scored)))
     return {
-        "name": visible(first["group"], 80), "prompt": visible(first["prompt"] or "", _PROMPT_LIMIT),
-        "gold": visible(first["gold"] or "", _TOKEN_LIMIT), "mean": _round(mean), "collapsed": equal,
-        "scored": len(scored),
+        "name": visible(first["group"], _NAME), "prompt": visible(first["prompt"] or "", _PROMPT),
+        "gold": visible(first["gold"] or "", _WORDS), "mean": number(mean), "collapsed": equal,
+        "scored": len(scored), "rows": [m["row"] for m in members],
     }  # fmt: skip
 
 
-def _response_view(r: Row, c: Row, group: int, collapsed: bool, evidence: _Evidence) -> dict[str, Any]:
-    mask, advantage = r["mask"], c["advantage"]
-    trained = [a for a, m in zip(advantage, mask, strict=True) if m]
-    tokens = {
-        "id": r["token_ids"], "text": token_texts(r["text"], r["char_start"], r["token_ids"]),
-        "advantage": _rounded(advantage),
-        "residual": _rounded(c["residual"]), "weight": _rounded(c["weight"]),
-        "entropy": _rounded(r["entropy"]), "logprob": _rounded(r["old_logprob"]),
-        "masked": [t for t, m in enumerate(mask) if not m],
+def _response(r: Row, c: Row, group: int, collapsed: bool, more: Mapping[str, Any]) -> dict[str, Any]:
+    trained, pieces = _trained(r, c), segments(r, c)
+    view = {
+        "row": r["row"], "group": group, "sample": r["sample"], "reward": number(r["reward"]),
+        "verdict": r["verdict"], "finish": r["finish"], "base": number(c["base"]), "mean": number(c["mean"]),
+        "divisor": number(c["scale"]), "length": len(r["mask"]),
+        "pivots": sum(s["samples"] > 0 and s["start"] > 0 for s in pieces),
+        "low": number(min(trained, default=None)), "high": number(max(trained, default=None)),
+        "spread": number(max(trained) - min(trained)) if trained else 0.0,
+        "strip": _strip(r["mask"], c["advantage"]),
+        "values": [[s["start"], s["before"], s["stderr"], s["samples"]] for s in pieces], **more,
     }  # fmt: skip
-    segments = _segment_views(c, r["reward"], tokens["text"])
-    pivots = [s["start"] for s in segments if s["samples"] and s["start"] > 0]
-    measured = [s["start"] for s in segments if s["samples"]]
-    response = {
-        "row": r["row"], "group": group, "sample": r["sample"], "reward": _round(r["reward"]),
-        "verdict": r["verdict"], "finish": r["finish"], "base": _round(c["base"]), "mean": _round(c["mean"]),
-        "divisor": _round(c["scale"]), "length": len(mask), "pivots": len(pivots),
-        "spread": _round(max(trained) - min(trained)) if trained else 0.0,
-        "tokens": tokens, "segments": segments,
-        "continuations": {str(p): found for p in measured if (found := evidence.at(r, p))},
-        "checks": _checks(c, r["reward"], segments, trained),
-    }  # fmt: skip
-    return {**response, "reading": reading(response, collapsed)}
+    return {**view, "reading": reading(view, pieces, collapsed)}
 
 
-def token_texts(text: str | None, char_start: Sequence[int] | None, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text. Without text or offsets its id; empty for EOS and inner bytes."""
-    if text is None or char_start is None:
-        return [f"⟨{i}⟩" for i in ids]
-    # The first token takes what stands before it, so that no character of the text is lost.
-    starts = [0, *char_start[1:], len(text)] if char_start else []
-    return [visible(text[a:b], _TOKEN_LIMIT) for a, b in pairwise(starts)]
-
-
-def _segment_views(c: Row, reward: float | None, texts: Sequence[str]) -> list[dict[str, Any]]:
-    segments = c["segments"] or []
-    settings = json.loads(c["settings"])
-    # A pipeline has a table of settings a stage.
-    n0 = max(each.get("n0", 0.0) for each in (settings, *settings.values()) if isinstance(each, dict))
-    # `stderr` is of the raw value; shrinking V̂ by M/(M + n₀) shrinks its error alike. The reward has none.
-    measured = [s["stderr"] * s["samples"] / (s["samples"] + n0) if s["samples"] else 0.0 for s in segments]
-    stderr = [*measured, 0.0]
-    values = [s["shrunk"] for s in segments] + [reward]
-    if not _telescopes(c):
-        # Values of another kind than rewards, beliefs for example, do not end at the reward.
-        values = [None, *(s["shrunk"] + s["increment"] for s in segments)]
-    views = []
-    for k, s in enumerate(segments):
-        spread = math.hypot(stderr[k], stderr[k + 1])
-        start, end = int(s["start"]), int(s["end"])
-        views.append(
-            {
-                "start": start, "end": end, "raw": _round(s["raw"]), "before": _round(s["shrunk"]),
-                "after": _round(values[k + 1]), "stderr": _round(stderr[k]),
-                "increment": _round(s["increment"]),
-                "increment_stderr": _round(spread), "noise": spread > 0 and abs(s["increment"]) <= spread,
-                "samples": int(s["samples"]), "snippet": one_line("".join(texts[start:end][:80]), 48),
-            }
-        )  # fmt: skip
-    return views
-
-
-def _checks(c: Row, reward: float | None, segments: Sequence[Row], trained: Sequence[float]) -> list[dict[str, Any]]:
-    """The laws of this response, added up again from what was recorded, not the method's word for it."""
-    checks = []
-    if trained and conserves(c["method"]) == "token_mean":
-        mean = math.fsum(trained) / len(trained)
-        checks.append(_check("token mean of A = base", mean, c["base"]))
-    known = [s["shrunk"] for s in c["segments"] or [] if _finite(s["shrunk"])]
-    if known and _finite(reward) and _telescopes(c):
-        total = math.fsum(s["increment"] for s in c["segments"])
-        opening = "μ" if not segments[0]["samples"] and len(known) == len(segments) else "first V̂"
-        checks.append(_check(f"Σ increments = r − {opening}", total, reward - known[0]))
-    return checks
-
-
-def _telescopes(c: Row) -> bool:
-    """Whether the increments add up from a first value to the reward, as the method or a stage of it measured."""
-    return any(name.rpartition("/")[2] == "telescoping" for name in json.loads(c["invariants"]))
-
-
-def conserves(method: str) -> str:
-    """What a method keeps (`CreditMethod.conserves`); none for one whose package is not installed here."""
-    try:
-        return method_class(method).conserves
-    except InputError:
-        return "none"
-
-
-def _check(name: str, got: float, expected: float) -> dict[str, Any]:
-    return {"name": name, "got": _round(got), "expected": _round(expected), "error": abs(got - expected)}
-
-
-class _Evidence:
-    """Continuations by the state they start from. A state that responses share is measured on one of them."""
-
-    def __init__(self, rows: Iterable[Row], rollouts: Sequence[Row]) -> None:
-        self._ids = {row["row"]: row["token_ids"] for row in rollouts}
-        self._by_state: dict[tuple[int, int], list[Row]] = defaultdict(list)
-        self._rows_at: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for e in (row for row in rows if row["kind"] == "continuations"):
-            state = (e["row"], e["position"])
-            if state not in self._by_state:
-                self._rows_at[e["group"], e["position"]].append(e["row"])
-            self._by_state[state].append(e)
-
-    def at(self, response: Row, position: int) -> dict[str, Any] | None:
-        """What was sampled from the state before `position` of a response, and on which row."""
-        rows, prefix = self._rows_at[response["group"], position], response["token_ids"][:position]
-        here = [response["row"]] if response["row"] in rows else []
-        for row in here or rows:
-            if self._ids.get(row, [])[:position] == prefix:
-                items = sorted(self._by_state[row, position], key=lambda e: e["m"])
-                return {"row": row, "items": [_continuation_view(e) for e in items]}
-        return None
-
-
-def _continuation_view(e: Row) -> dict[str, Any]:
-    text = visible(e["text"], _CONTINUATION_LIMIT) if e["text"] is not None else f"({len(e['token_ids'])} tokens)"
-    return {
-        "m": e["m"], "text": text, "reward": _round(e["reward"]), "verdict": e["verdict"],
-        "finish": e["finish"], "rescued": bool(e["rescued"]),
-    }  # fmt: skip
-
-
-def _scales(responses: Sequence[Row]) -> dict[str, float]:
-    """Where the colours saturate: the step's 99th percentile of |A| and of |A − base| over trained tokens."""
-    final, moved = [], []
-    for r in responses:
-        masked = set(r["tokens"]["masked"])
-        kept = [a for t, a in enumerate(r["tokens"]["advantage"]) if t not in masked]
-        final += [abs(a) for a in kept]
-        moved += [abs(a - r["base"]) for a in kept]
-    return {"advantage": _p99(final), "moved": _p99(moved)}
+def _strip(mask: Sequence[bool], advantage: Sequence[float]) -> list[list[float | None]]:
+    """[start, end, A] of each stretch of equal advantage; masked tokens have none. Neighbours are joined, and take
+    the mean of both, where a list has no room for all."""
+    runs: list[list[Any]] = []
+    at = 0
+    for value, same in groupby(a if m else 0.0 for a, m in zip(advantage, mask, strict=True)):
+        size = sum(1 for _ in same)
+        runs.append([at, at + size, value])
+        at += size
+    if len(runs) > _PIECES:
+        edges = [round(k * at / _PIECES) for k in range(_PIECES + 1)]
+        shown = [a if m else 0.0 for a, m in zip(advantage, mask, strict=True)]
+        runs = [[a, b, math.fsum(shown[a:b]) / (b - a)] for a, b in pairwise(edges) if b > a]
+    return [[start, end, number(value)] for start, end, value in runs]
 
 
 def _p99(values: list[float]) -> float:
     # Below the rounding of float32 there is nothing to colour.
     top = sorted(values)[math.ceil(0.99 * len(values)) - 1] if values else 0.0
     return top if top > 1e-5 else 1.0
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _round(value: float | None) -> float | None:
-    """Five significant digits; None where there is no number, as JSON has no NaN."""
-    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
-
-
-def _rounded(values: Sequence[float] | None) -> list[float | None] | None:
-    return None if values is None else [_round(v) for v in values]

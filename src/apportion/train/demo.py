@@ -100,7 +100,8 @@ def run_demo(
     results = {method: [_result(child) for child in children if child.method == method] for method in METHODS}
     (folder / "demo.json").write_text(json.dumps(results, indent=1) + "\n")
     console.print(_table(results))
-    page = write_page(folder / "probepo-0", folder / "page.html")
+    shown, *others = sorted(children, key=lambda child: child.method != "probepo")
+    page = write_page(shown.run, folder / "page.html", beside=[RunFolder(other.run) for other in others])
     console.print(f"Where the credit went: open {page}")
     return results
 

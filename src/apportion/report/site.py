@@ -1,0 +1,140 @@
+"""What pages are made of: an index, and a chunk for each step and each response, made when it is asked for."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from apportion.errors import InputError
+from apportion.report.beside import beside
+from apportion.report.compared import Compared
+from apportion.report.curves import curves
+from apportion.report.escape import visible
+from apportion.report.extremes import extremes
+from apportion.report.source import Source
+from apportion.report.view import SCHEMA, StepView
+
+_KEY = re.compile(r"step-(\d{1,9})(?:-row-(\d{1,9}))?")
+_KEPT = 2
+_CONFIG = 20_000  # characters
+LAST = 8
+"""Steps whose extreme credits a page that grows looks at."""
+
+
+class Site:
+    """A run as its page shows it. Safe to ask from several threads.
+
+    Args:
+        source: whose responses are shown.
+        others: runs whose learning curves stand beside its own.
+    """
+
+    def __init__(self, source: Source, others: Sequence[Source] = (), live: bool = False) -> None:
+        self.source, self.others, self.live = source, others, live
+        self.compared = Compared.open(source.path)
+        self._views: OrderedDict[int, StepView] = OrderedDict()
+        self._extremes: dict[int, list[dict[str, Any]]] = {}
+        self._lock = threading.RLock()
+
+    def step(self, number: int) -> StepView:
+        """The view of a recorded step; the last few are kept.
+
+        Raises:
+            InputError: there is no record of the step.
+        """
+        with self._lock:
+            if number not in self._views:
+                if number not in (steps := self.source.steps()):
+                    raise InputError("step", number, f"a recorded step: {_span(steps)}")
+                self._views[number] = StepView(self.source, number)
+            self._views.move_to_end(number)
+            while len(self._views) > _KEPT:
+                self._views.popitem(last=False)
+            return self._views[number]
+
+    def chunk(self, key: str) -> dict[str, Any]:
+        """The JSON of `step-N`, `step-N-row-R`, or of a comparison of methods.
+
+        Raises:
+            InputError: there is nothing of that name.
+        """
+        if self.compared is not None and key.startswith("compare-"):
+            return self.compared.chunk(key)
+        if not (asked := _KEY.fullmatch(key)):
+            raise InputError("key", key, "step-N or step-N-row-R")
+        view = self.step(int(asked[1]))
+        return view.summary if asked[2] is None else view.detail(int(asked[2]))
+
+    def extremes(self, number: int, rows: Collection[int] | None = None) -> list[dict[str, Any]]:
+        """The most extreme credits of a step, or of some of its rows.
+
+        Raises:
+            InputError: there is no record of the step.
+        """
+        with self._lock:
+            if rows is None and number in self._extremes:
+                return self._extremes[number]
+            view = self.step(number)
+            kept = [k for k, r in enumerate(view.rollouts) if rows is None or r["row"] in rows]
+            found = extremes([(number, [view.rollouts[k] for k in kept], [view.credit[k] for k in kept])])
+            if rows is None:
+                self._extremes[number] = found
+            return found
+
+    def index(
+        self,
+        steps: Sequence[int] | None = None,
+        start: Mapping[str, Any] | None = None,
+        extreme: Sequence[Mapping[str, Any]] | None = None,
+        left_out: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """What a page starts from.
+
+        Args:
+            steps: those that the page shows; every recorded one where left out.
+            start: step and row that it opens at; the last step where left out.
+            extreme: its most extreme credits (`extremes`); those of the last steps where left out.
+            left_out: what the page says that it lacks.
+        """
+        if steps is None:
+            steps = self.source.steps()
+            self.compared = Compared.open(self.source.path)
+        if extreme is None:
+            extreme = [each for number in steps[-LAST:] for each in self.extremes(number)]
+        if start is None and steps:
+            start = {"step": steps[-1], "row": start_row(self.step(steps[-1]).summary, None)}
+        return {
+            "schema": SCHEMA, "name": visible(self.source.path.resolve().name, 200), "live": self.live,
+            "steps": list(steps), "start": start, "config": _config(self.source.path),
+            "curves": curves([self.source, *self.others]), "beside": beside(self.source.metrics()),
+            "extremes": list(extreme),
+            "compare": self.compared and self.compared.index(), "left_out": list(left_out),
+            "finished": (self.source.path / "result.json").is_file(),
+        }  # fmt: skip
+
+
+def start_row(summary: Mapping[str, Any], response: int | None) -> int | None:
+    """The row asked for, or the one whose advantage differs most along its tokens: it has the most to show.
+
+    Raises:
+        InputError: the step has no such row.
+    """
+    rows = {r["row"]: r for r in summary["responses"]}
+    if response is None:
+        return max(rows, key=lambda row: (rows[row]["spread"], -row), default=None)
+    if response not in rows:
+        raise InputError("response", response, f"a row of step {summary['step']}: {min(rows)} to {max(rows)}")
+    return response
+
+
+def _span(steps: Sequence[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}, {len(steps)} in all" if steps else "none is recorded yet"
+
+
+def _config(path: Path) -> str:
+    file = path / "config.toml"
+    return visible(file.read_text(encoding="utf-8", errors="replace"), _CONFIG) if file.is_file() else ""
