@@ -105,9 +105,9 @@ class Opened:
         self.page.on("request", lambda r: r.url.startswith(allowed) or self.faults.append(f"request: {r.url}"))
         self.page.on("popup", lambda p: self.faults.append(f"window: {p.url}"))
 
-    def go(self, address: str) -> Any:
+    def go(self, address: str, ready: str) -> Any:
         self.page.goto(address)
-        self.page.locator("body[data-view]").wait_for()
+        self.page.locator(ready).wait_for()
         return self.page
 
 
@@ -116,10 +116,10 @@ def opened(chromium: Any) -> Iterator[Callable[..., Any]]:
     """Opens a page file, or an address, and fails the test where it logs, asks for or opens anything."""
     all_of_them: list[Opened] = []
 
-    def open_it(where: Path | str, fragment: str = "", **options: Any) -> Any:
+    def open_it(where: Path | str, fragment: str = "", ready: str = "body[data-view]", **options: Any) -> Any:
         address = where.as_uri() if isinstance(where, Path) else where
         all_of_them.append(Opened(chromium, address.partition("#")[0], **options))
-        return all_of_them[-1].go(address + fragment)
+        return all_of_them[-1].go(address + fragment, ready)
 
     yield open_it
     for each in all_of_them:

@@ -37,6 +37,7 @@ def write_run(
                 "credit/acr": 0.3 - 0.1 * k / logged,
                 "credit/p99_abs_advantage": 2 + rng.gauss(0, 0.1), "credit/zero_variance": 0.28,
                 "probe/ratio": 2.1 + rng.gauss(0, 0.05), "probe/continuations": 40.0 * prompts,
+                "tokens/actor": 600.0 * prompts, "probe/tokens": 1260.0 * prompts, "step_time": 1.6,
                 "seconds/generate": 0.4, "seconds/probe": 1.1, "logprob_gap": float("nan") if k < 3 else 2e-7,
             }
         )  # fmt: skip

@@ -7,10 +7,9 @@ without a prediction added to what is set against the predicted ones, steps that
 from __future__ import annotations
 
 import pytest
-from test_report_page import assert_inert
 
 from apportion.report.beside import beside, is_predicted, lines
-from apportion.report.page import MAX_BYTES, page_data, render
+from apportion.report.page import write_page
 
 TOLD = {"predicted/seconds/generate": 2.0, "predicted/seconds/update": 3.0, "predicted/tokens/actor": 90.0}
 
@@ -109,12 +108,15 @@ def test_as_text() -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_the_page_shows_it(handmade, told) -> None:
-    own = {"seconds/generate": 1.5, "seconds/<b>evil": 0.5, **({"predicted/seconds/generate": 1.2} if told else {})}
-    run = handmade([{"token_ids": [1], "text": "x", "char_start": [0]}], metrics=own)
-    html = render(run.path, page_data(run, None, None, 8, MAX_BYTES))
-    assert_inert(html)
-    cells = ["1.500 s", "1.200 s", "0.80"] if told else ["1.500 s", "–", "–"]
-    shown = "".join(f"<td>{cell}</td>" for cell in cells)
-    assert f'<th scope="row">seconds/generate</th>{shown}' in html and "<b>evil" not in html
-    assert ("predicted beside measured" in html) is told and ("No cost was predicted for this run" in html) is not told
+def test_the_page_shows_it(handmade, opened, tmp_path, told) -> None:
+    own = {"seconds/generate": 1.5, "seconds/<b>\u202eevil": 0.5}
+    run = handmade(
+        [{"token_ids": [1], "text": "x", "char_start": [0]}],
+        metrics={**own, **({"predicted/seconds/generate": 1.2} if told else {})},
+    )
+    page = opened(write_page(run.path, tmp_path / "page.html"), "#view=run")
+    row = page.locator("#view-run tr", has_text="generate").first.inner_text()
+    assert "1.500 s" in row and ("1.200 s" in row) is told and ("0.80" in row) is told
+    words = page.locator("#view-run").inner_text()
+    assert ("predicted beside measured" in words) is told and ("No cost was predicted" in words) is not told
+    assert "<b>⟨U+202E⟩evil" in words

@@ -1,7 +1,8 @@
 """Learning curves from hand-made runs: kinds, intervals, axes, interpolation and thinning, all worked out by hand.
 
-Planted faults seen caught: see the list at the end of each test's name in the report; quantiles of the normal in place of
-Student's t, s with n, interpolation beyond the shortest seed, bins that move the last step, tokens without probes.
+Planted faults seen caught: the normal's quantile, s with n, a degree of freedom too many, Wald's interval, picked
+steps, the last step averaged, extrapolation, tokens without probes, an infinite count, one kind for all
+folders without a configuration, folders as configuration.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def test_wilsons_interval_is_the_published_one(successes: int, samples: int, low
 
 
 def test_what_is_no_share_has_no_interval() -> None:
-    found = wilson(np.array([1.2, -0.1, 0.5, np.nan]), np.array([10.0, 10.0, 0.0, 10.0]))
+    found = wilson(np.array([1.02, -0.02, 0.5, np.nan]), np.array([10.0, 10.0, 0.0, 10.0]))
     assert found == {"low": [None] * 4, "high": [None] * 4}
 
 
@@ -170,6 +171,11 @@ def test_a_run_without_a_readable_configuration_is_its_own_kind(make: Any) -> No
     # Two folders of one name stay apart.
     d = make("deep/a", rows)
     assert labels(a, d) == [("a (1)", (0,)), ("a (2)", (1,))]
+
+
+def test_a_method_may_be_named_without_a_table(make: Any) -> None:
+    assert labels(make("a", [{"step": 1}], 'method = "rloo"')) == [("rloo", (0,))]
+    assert labels(make("b", [{"step": 1}], "x = 1")) == [("run", (0,))]
 
 
 def test_a_pipeline_and_hostile_names(make: Any) -> None:
@@ -257,6 +263,11 @@ def test_what_is_no_finite_number_is_null(make: Any) -> None:
     assert curve(found, METRIC)["runs"] == [[None] * 5 + [1.5]]
     assert "word" not in [each["name"] for each in found["curves"]]
     json.dumps(found, allow_nan=False)
+
+
+def test_a_count_that_is_no_number_adds_nothing(make: Any) -> None:
+    found = curves([make("a", [{**ROWS[0], "tokens/actor": math.inf, "step_time": math.nan}, ROWS[1]])])
+    assert grid(found, METRIC)["runs"] == [{"step": [1, 2], "tokens": [20, 220], "seconds": [0, 3]}]
 
 
 def test_key_curves_come_first_in_their_order(make: Any) -> None:

@@ -1,6 +1,7 @@
 """The table of extreme credits from rows made by hand, and against a slow search of its own.
 
-PLANTED
+Planted faults seen caught: masked tokens counted, runs across masked tokens, the sign in a size, three of a response,
+no bound, what is no number dropped, rows matched by place, the segment of a run's start alone, every divisor small.
 """
 
 from __future__ import annotations
@@ -159,6 +160,12 @@ def test_what_the_method_moved_is_told_with_its_segment() -> None:
 def test_both_are_told_where_both_count() -> None:
     told = why([-3.75], base=-2.47, reward=0.0, mean=0.875, scale=0.354)
     assert told == "base −2.47 from a rare reward: 0 where the group averages 0.88; the method moved it by −1.28"
+
+
+def test_a_base_that_counts_for_little_is_not_told() -> None:
+    # Moved by −2.7 on a base of −0.3, though that comes of a rare reward.
+    told = why([-3.0], base=-0.3, reward=0.0, mean=0.9, scale=3.0)
+    assert told == "the method moved it by −2.70"
 
 
 def test_a_group_without_numbers_explains_nothing() -> None:

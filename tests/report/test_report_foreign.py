@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from apportion.errors import InputError
 from apportion.records import RunFolder
-from apportion.report.foreign.text import conversation, parts, split
+from apportion.report.foreign.text import conversation, is_trained, parts, split
 from apportion.report.source import open_source
 
 INTERCHANGE = {"group": "g", "reward": 1, "token_ids": [1, 2, 3]}
@@ -87,41 +87,40 @@ def test_a_prime_rl_folder_with_nothing_but_batches_names_the_fix(tmp_path: Path
 
 
 def test_pieces_are_words_with_the_space_before_them_and_line_breaks() -> None:
-    text, starts, mask = split([("So 2+2\n\n =  4 ", True)])
-    pieces = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
+    pieces, mask = split([("So 2+2\n\n =  4 ", True)])
     assert pieces == ["So", " 2+2", "\n\n", " =", "  4", " "]
     assert mask == [True] * 6
 
 
 def test_a_response_without_text_is_one_empty_piece() -> None:
-    assert split([("", True)]) == ("", [0], [True]) == split([])
+    assert split([("", True)]) == ([""], [True]) == split([])
 
 
 def test_of_several_messages_only_the_assistant_is_trained_on() -> None:
     said = [("assistant", "look up"), ("tool", "4 hits"), ("assistant", "done")]
-    text, starts, mask = split(parts(said))
-    pieces = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
-    assert "".join(pieces) == text == conversation(said)
+    pieces, mask = split(parts(said))
+    assert "".join(pieces) == conversation(said)
     assert [p for p, m in zip(pieces, mask, strict=True) if m] == ["look", " up", "done"]
 
 
 @given(st.lists(st.tuples(st.text(), st.booleans()), max_size=4))
 def test_no_character_is_lost_and_no_piece_mixes_two_authors(given_parts: list[tuple[str, bool]]) -> None:
-    text, starts, mask = split(given_parts)
-    assert text == "".join(part for part, _ in given_parts)
-    ends = [*starts[1:], len(text)]
-    assert (starts[0] == 0 and all(a < b for a, b in zip(starts, ends, strict=True))) or text == ""
+    pieces, mask = split(given_parts)
     author = [ours for part, ours in given_parts for _ in part]
-    for a, b, ours in zip(starts, ends, mask, strict=True):
-        assert set(author[a:b]) <= {ours}
-        # No line break stands beside anything else.
-        assert len({c == "\n" for c in text[a:b]}) <= 1
+    assert "".join(pieces) == "".join(part for part, _ in given_parts)
+    assert [ours for piece, ours in zip(pieces, mask, strict=True) for _ in piece] == author
+    assert any(mask) == is_trained(given_parts)
+    if author:
+        assert all(pieces)
+    # No line break stands beside anything else.
+    assert all(len({c == "\n" for c in piece}) <= 1 for piece in pieces)
 
 
-def test_splitting_takes_time_in_proportion_to_the_text() -> None:
-    # Ten million spaces, letters and breaks: a pattern that backtracks would not come back.
-    for text in (" " * 10**6, "x" * 10**6, "\n" * 10**6, " \n" * 10**5):
-        assert sum(len(text) > 0 for _ in split([(text, True)])[1]) >= len(text) // 40
+@pytest.mark.parametrize("text", [" " * 10**6, "x" * 10**6, "\n" * 10**6, " \n" * 10**5, (" " * 50 + "x") * 10**4])
+def test_splitting_takes_time_in_proportion_to_the_text(text: str) -> None:
+    # A pattern that looks at white space again and again would not come back from a million of them.
+    pieces, _ = split([(text, True)])
+    assert max(map(len, pieces)) <= 80 and "".join(pieces) == text
 
 
 # --- files that are being written, or are no files of this kind ----------------------------------------------
@@ -167,6 +166,13 @@ def test_what_is_wrong_is_named_with_its_file_line_and_field(
         open_source(path).read("rollouts", 7)
     assert error.value.field.startswith(field) and got in str(error.value.got)
     assert "\n" not in str(error.value)
+
+
+def test_a_name_out_of_the_record_cannot_act_in_a_message(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "t.jsonl", [trace("t", talk("4"), {"\x1b[2J": "high"})])
+    with pytest.raises(InputError) as error:
+        open_source(path).steps()
+    assert str(error.value).startswith('␛[2J of rewards of line 1 of t.jsonl: got "high"')
 
 
 # --- hostile records ------------------------------------------------------------------------------------------
@@ -247,15 +253,17 @@ ASSIGNED = st.builds(
 )  # fmt: skip
 
 
+ROWS = {"verl": VERL, "prime-rl": PRIME, "interchange": LINE, "assigned": ASSIGNED}
+# More of them: APPORTION_FUZZ=2000 pytest tests/report/test_report_foreign.py
 EXAMPLES = int(os.environ.get("APPORTION_FUZZ", "40"))
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("rows", [VERL, PRIME, LINE, ASSIGNED], ids=["verl", "prime-rl", "interchange", "assigned"])
+@pytest.mark.parametrize("kind", ROWS)
 @given(data=st.data())
-def test_hostile_records_become_valid_rows_or_one_clear_error(tmp_path: Path, rows: Any, data: st.DataObject) -> None:
+def test_hostile_records_become_valid_rows_or_one_clear_error(tmp_path: Path, kind: str, data: st.DataObject) -> None:
     path = tmp_path / "7.jsonl"
-    write_lines(path, data.draw(st.lists(rows, min_size=1, max_size=4)))
+    write_lines(path, data.draw(st.lists(ROWS[kind], min_size=1, max_size=4)))
     try:
         source = open_source(path)
         for step in source.steps():

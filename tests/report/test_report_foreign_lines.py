@@ -41,10 +41,10 @@ def test_verls_scores_get_grpos_base_in_groups_of_one_prompt(tmp_path: Path) -> 
     first = source.read("rollouts", 7)[0]
     assert (first["gold"], first["verdict"], first["finish"], first["entropy"]) == ("42", "correct", None, None)
     assert view.detail(0)["tokens"]["text"] == ["it", " is", " 42"]
-    # One of two groups has equal rewards; pieces: 3, 1, 1, 1, 1, 1.
+    # One of two groups has equal rewards; words: 3, 1, 1, 0, 1, 1.
     assert source.metrics()[0] == {
         "step": 7, "reward": pytest.approx(1 / 6), "credit/zero_variance": 0.5,
-        "completions/mean_length": pytest.approx(8 / 6),
+        "completions/mean_length": pytest.approx(7 / 6),
     }  # fmt: skip
 
 

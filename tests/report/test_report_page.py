@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from apportion.errors import InputError
 from apportion.records import RunFolder
-from apportion.report import write_page
+from apportion.report import read_page, write_page
 from apportion.report.escape import embeddable_json, one_line, visible
-from apportion.report.page import MAX_BYTES, SCRIPTS, STYLES, pack, render, unpacked
+from apportion.report.page import MAX_BYTES, SCRIPTS, STYLES, pack, render
 from apportion.report.site import Site
+from apportion.report.twin import unpacked
 from apportion.report.view import SCHEMA
 
 HOSTILE = [
@@ -139,6 +140,24 @@ def test_a_real_run_makes_a_page_that_stands_alone(run, tmp_path):
     assert not out.with_name("page.html.part").exists()
     # The same records make the same bytes.
     assert write_page(run.path, tmp_path / "again.html").read_text(encoding="utf-8") == html
+
+
+def test_a_page_is_read_back_as_the_json_that_it_was_made_from(run, tmp_path):
+    out = write_page(run.path, tmp_path / "page.html")
+    site, found = Site(run), read_page(out)
+    last = run.steps()[-1]
+    assert found["index"]["steps"] == run.steps() and found["index"]["schema"] == SCHEMA
+    assert found[f"step-{last}"] == json.loads(json.dumps(site.chunk(f"step-{last}")))
+    assert found[f"step-{last}-row-5"] == json.loads(json.dumps(site.chunk(f"step-{last}-row-5")))
+    assert len(found) == 1 + len(run.steps()) * 25
+    html = out.read_text(encoding="utf-8")
+    other = html.replace(f'"schema":{SCHEMA}', '"schema":99')
+    for damaged in (other, html[: len(html) // 2], "<p>", html.replace("H4sI", "H4sJ"), html.replace("H4sI", "!")):
+        out.write_text(damaged, encoding="utf-8")
+        with pytest.raises(InputError, match="page: got"):
+            read_page(out)
+    with pytest.raises(InputError, match="No such file"):
+        read_page(tmp_path / "none.html")
 
 
 def test_hostile_text_is_inert_wherever_it_stands(handmade):

@@ -119,7 +119,7 @@ def test_what_a_console_shows(handmade, system, no_color, palette):
                       _environ={})  # fmt: skip
     assert palette_of(console) == palette
     text = printed(*shown(handmade([LETTERS])), system=system, no_color=no_color)
-    assert ("{++a++}" in text) == (palette == "none") and ("blue made" in text) == (palette == "full")
+    assert ("{++a++}" in text) == (palette == "none") and ("blue: made" in text) == (palette == "full")
     # NO_COLOR leaves underlines and italics, and no colour of ours.
     assert not no_color or not re.search(r"\x1b\[[0-9;]*[34]8;", text)
 
@@ -132,15 +132,15 @@ def measured(handmade, segment):
     def probe(row: int, position: int, m: int, verdict: str) -> dict:
         return {
             "key": f"{row}/{position}/{m}", "kind": "continuations", "group": "g", "row": row, "position": position,
-            "m": m, "token_ids": [1], "text": "t", "reward": float(verdict == "correct"), "verdict": verdict, "finish": "stop",
-            "rescued": False,
+            "m": m, "token_ids": [1], "text": "t", "reward": float(verdict == "correct"), "verdict": verdict,
+            "finish": "stop", "rescued": False,
         }  # fmt: skip
 
     words = ["ab", "cd", "ef", "gh"]
     responses = [
         {
             "token_ids": list(range(8)), "text": "".join(words), "char_start": list(range(8)), "reward": 0.0,
-            "verdict": "wrong", "advantage": [1.0, 1.0, -1.0, 0.5, -2.0, -2.0, -2.0, -2.0], "base": -0.8125,
+            "verdict": "wrong", "advantage": [1.0, 1.0, -1.0, 0.5, -2.0, -2.0, -2.0, 9.0], "base": -0.8125,
             "mask": [True] * 7 + [False], "entropy": [0.0, 0.0, 0.0, 0.8, 0.0, 0.0, 0.0, 1.6],
             "segments": [
                 segment(0, 2, 0.5, 0.5, 0.0, 0.25, 0), segment(2, 4, 0.75, 0.75, 0.2, -0.15, 4),

@@ -126,6 +126,17 @@ def test_the_reading_names_what_decided(handmade, segment):
     assert "Most was won in segment 1" in view_of(won)["responses"][0]["reading"]
 
 
+def test_continuations_that_agree_say_what_they_leave_open(handmade, segment):
+    # Wilson's interval of 4 of 4: n/(n + z²) = 4/(4 + 3.84146) = .51011 to 1.
+    pieces = [segment(0, 1, 0.5, 0.5, 0, 0.5, 0), segment(1, 2, 1.0, 1.0, 0.0, -1.0, 4)]
+    row = {"token_ids": [1, 2], "advantage": [0.5, -1.0], "segments": pieces, "reward": 0.0, "verdict": "wrong"}
+    r = view_of(handmade([row], settings={"n0": 0}))["responses"][0]
+    assert r["segments"][1]["chance"] == [0.51011, 1.0] and r["segments"][0]["chance"] == [None, None]
+    assert r["reading"].endswith(
+        "V̂ went 1.00 → 0.00, −1.00 ± 0.00, and all 4 continuations agree, which leaves 0.51 to 1.00 open (95 %)."
+    )
+
+
 @pytest.mark.parametrize(
     "given, said",
     [

@@ -1,5 +1,6 @@
-"""One self-contained HTML page, and its twin for the terminal, from the records of a run."""
+"""One self-contained HTML page, and its twins for the terminal and for programs, from the records of a run."""
 
 from apportion.report.page import write_page
+from apportion.report.twin import read_page
 
-__all__ = ["write_page"]
+__all__ = ["read_page", "write_page"]

@@ -19,8 +19,9 @@ from apportion.compare.store import about, method_folder, record_digest, shown
 from apportion.diagnose.stats import Estimate
 from apportion.errors import InputError
 from apportion.records import RunFolder
-from apportion.report.detail import column, number, segments, snippet
+from apportion.report.detail import column, segments, snippet
 from apportion.report.escape import visible
+from apportion.report.numbers import number
 
 _KEY = re.compile(r"compare-(\d{1,9})(?:-row-(\d{1,9}))?")
 _WORDS = 200  # characters

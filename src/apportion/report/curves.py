@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from apportion.report.beside import beside
-from apportion.report.detail import number
 from apportion.report.escape import visible
 from apportion.report.intervals import Array, Places, averages, bins, over_seeds, shown, wilson
 from apportion.report.kinds import kinds, seed
+from apportion.report.numbers import number
 from apportion.report.source import Source
 
 AXES = ("step", "tokens", "seconds")

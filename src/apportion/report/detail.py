@@ -14,6 +14,8 @@ import numpy as np
 from apportion.credit.registry import method_class
 from apportion.errors import InputError
 from apportion.report.escape import one_line, visible
+from apportion.report.intervals import wilson
+from apportion.report.numbers import number
 
 _TOKEN_LIMIT, _CONTINUATION_LIMIT = 2_000, 4_000  # characters
 _SNIPPET = 48
@@ -51,7 +53,11 @@ def snippet(r: Row, start: int, end: int) -> str:
 
 
 def segments(r: Row, c: Row) -> list[dict[str, Any]]:
-    """The segments of a response with their values, increments and errors; `noise`: within one standard error."""
+    """The segments of a response with their values, increments and errors.
+
+    `noise`: the increment is within one standard error. `chance`: Wilson's 95 % interval [ours] of the chance that
+    `samples` continuations with mean `raw` show, for rewards from 0 to 1.
+    """
     rows = c["segments"] or []
     settings = json.loads(c["settings"])
     # A pipeline has a table of settings a stage.
@@ -63,6 +69,8 @@ def segments(r: Row, c: Row) -> list[dict[str, Any]]:
     if not _telescopes(c):
         # Values of another kind than rewards, beliefs for example, do not end at the reward.
         values = [None, *(s["shrunk"] + s["increment"] for s in rows)]
+    # What continuations that agree still leave open; their standard error is 0.
+    chance = wilson(*(np.array([s[name] for s in rows], dtype=np.float64) for name in ("raw", "samples")))
     views = []
     for k, s in enumerate(rows):
         spread = math.hypot(stderr[k], stderr[k + 1])
@@ -72,7 +80,8 @@ def segments(r: Row, c: Row) -> list[dict[str, Any]]:
                 "start": start, "end": end, "raw": number(s["raw"]), "before": number(s["shrunk"]),
                 "after": number(values[k + 1]), "stderr": number(stderr[k]), "increment": number(s["increment"]),
                 "increment_stderr": number(spread), "noise": spread > 0 and abs(s["increment"]) <= spread,
-                "samples": int(s["samples"]), "snippet": snippet(r, start, end),
+                "samples": int(s["samples"]), "chance": [chance["low"][k], chance["high"][k]],
+                "snippet": snippet(r, start, end),
             }
         )  # fmt: skip
     return views
@@ -151,11 +160,6 @@ def _continuation(e: Row) -> dict[str, Any]:
 
 def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
-
-
-def number(value: float | None) -> float | None:
-    """Five significant digits; None where there is no number, as JSON has no NaN."""
-    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
 def column(values: Sequence[float] | None) -> list[float | None] | None:

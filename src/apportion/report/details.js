@@ -53,8 +53,10 @@ function drawPivot() {
   if (!s.samples) return fill($("pivot"), el("h3", null, `Start of segment ${k + 1}`), el("p", { class: "quiet" },
     `Its value ${number(s.before)} is known and not measured: ${s.start ? "no continuation" : "the group’s mean reward μ"}.`));
   const lead = tokens.text.slice(Math.max(0, s.start - 40), s.start).join("").trimEnd().split("\n").pop();
-  const agree = s.stderr === 0 ? el("p", { class: "quiet" },
-    `All ${s.samples} agree, so no spread was seen. That is not the same as no doubt.`) : null;
+  const [least, most] = s.chance;
+  const agree = least === null ? null : el("p", { class: "quiet" },
+    `${s.stderr === 0 ? "All agree, which is not the same as no doubt: t" : "T"}he chance lies between ${number(least)} ` +
+    `and ${number(most)} (95 %, Wilson).`);
   const shared = found && found.row !== r.row ? el("p", { class: "quiet" },
     `Measured on response ${found.row}, which opens with the same tokens.`) : null;
   fill($("pivot"), 

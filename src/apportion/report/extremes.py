@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from apportion.report.detail import number, snippet
+from apportion.report.detail import snippet
 from apportion.report.escape import visible
+from apportion.report.numbers import number
 from apportion.report.reading import fixed, signed
 
 EACH = 2  # of a response, so that one does not fill the table

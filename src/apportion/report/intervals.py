@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from apportion.report.detail import number
+from apportion.report.numbers import number
 
 _CONFIDENCE, _Z = 0.95, 1.959963984540054  # the normal quantile of 0.975
 

@@ -105,7 +105,7 @@ def _labels(configs: Sequence[dict[str, Any] | None], paths: Sequence[Path]) -> 
 
 
 def _method(config: Mapping[str, Any]) -> str:
-    name = config.get("method.name", "run")
+    name = config.get("method.name", config.get("method", "run"))
     return "+".join(map(str, name)) if isinstance(name, list) else str(name)
 
 

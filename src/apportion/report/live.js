@@ -1,3 +1,4 @@
+"use strict";
 // Live pages only: the index is asked for again and again, chunks when a view wants them. What is new is handed to the
 // page, which keeps the reader's place; nothing here moves it, unless the reader asks to follow the newest step.
 
@@ -14,17 +15,17 @@ async function fetchChunk(key) {
 // Calls apply(index, follow) with the first index and with each one that differs from the last. `follow`: there is a
 // new step, and the reader asked to be taken to it.
 function startLive(apply) {
-  const says = el("span", { class: "live-state", role: "status" }, "connecting");
+  const says = el("span", { class: "live-state", role: "status" }, "connecting.");
   const news = el("span", { class: "live-news", role: "status", "aria-live": "polite" });
   const box = el("input", { type: "checkbox", autocomplete: "off" });
-  fill($("live"), says, " ", el("label", null, box, " follow the newest step"), " ", news);
+  fill($("live"), el("label", null, box, " follow the newest step"), " · ", says, " ", news);
   const announce = announcer(news);
-  let newest = null, known = null, tag = null, failed = 0, timer = 0, asking = false;
+  let newest = null, known = null, tag = null, misses = 0, timer = 0, asking = false;
 
   // Written only where it changes, as it is read out.
   const show = (words) => { if (says.textContent !== words) says.textContent = words; };
-  const condition = () => known.finished ? "finished"
-    : newest === null ? "waiting for the first recorded step" : "live: new steps appear here";
+  const condition = () => known.finished ? "finished."
+    : newest === null ? "waiting for the first recorded step." : "live: new steps appear here.";
 
   async function ask() {
     if (asking) return;
@@ -39,15 +40,15 @@ function startLive(apply) {
         fresh = await answer.json();
         tag = answer.headers.get("ETag");
       }
-      failed = 0;
+      misses = 0;
     } catch {
-      failed += 1;
+      misses += 1;
     }
     asking = false;
     const last = fresh?.steps[fresh.steps.length - 1] ?? null, grown = last !== null && last !== newest;
     if (grown && known) announce(`step ${last} recorded`);
     if (fresh) [known, newest] = [fresh, last];
-    show(failed ? "connection lost, trying again" : condition());
+    show(misses ? "connection lost, trying again." : condition());
     plan();
     if (fresh) apply(fresh, box.checked && grown);
   }
@@ -55,11 +56,11 @@ function startLive(apply) {
   function plan() {
     clearTimeout(timer);
     if (document.hidden) return;
-    timer = setTimeout(ask, failed ? Math.min(SLOWEST, EVERY * 2 ** failed) : known?.finished ? FINISHED : EVERY);
+    timer = setTimeout(ask, misses ? Math.min(SLOWEST, EVERY * 2 ** misses) : known?.finished ? FINISHED : EVERY);
   }
 
   box.addEventListener("change", () => {
-    if (box.checked && newest !== null && state.step?.step !== newest) go({ step: newest });
+    if (box.checked && newest !== null && state.step?.step !== newest) go({ step: newest }).catch(failed);
   });
   document.addEventListener("visibilitychange", () => { if (document.hidden) clearTimeout(timer); else ask(); });
   ask();

@@ -67,6 +67,7 @@
       `(0 is a sign of its own), ${percent(p.opposite)} opposite ones.${without}`;
   }
 
+  const hueOf = (a) => (a ? (a < 0 ? "neg" : "pos") : null);
   const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(share && share < 0.01 ? 1 : 0)} %`);
 
   // The responses, those on which the two agree least first.
@@ -103,7 +104,7 @@
         "aria-valuemax": Math.max(0, r.length - 1), "aria-label": "Token, under every method", keydown: move }),
       el("p", { class: "quiet" }, "A bar above the line is a gain, below it a loss; its height, and the tint behind it, is the size on the ",
         el("b", null, "lane’s own scale"), ", whose end stands under the name: heights compare along a lane, not between lanes. ",
-        "Between the first two: the rank of a token in the one less that in the other, ranks from 0 to 1 inside the response; ",
+        "Between the first two: how far apart they rank a token, up to 1, upwards where ▲ ranks it higher; ",
         el("span", { class: "cmp-against" }, "marked"), " where their signs are opposite. ← → token, ↑ ↓ to the next change, Home, End."),
       el("div", { id: "compare-token", class: "card", "aria-live": "off" }),
       el("div", { class: "cmp-beside" }, pair.map((name, k) => el("section", null,
@@ -177,7 +178,7 @@
     fill($("compare-token"), el("b", null, `Token ${t} `), el("code", null, shown), gone ? " not trained" : "",
       names().map((name) => {
         const a = own[name].advantage[t], rank = chart.ranks.get(name)?.[t];
-        return el("span", { class: pair.includes(name) ? "chosen" : null }, `${name} `, el("b", { class: a < 0 ? "neg" : "pos" }, signed(a, 3)),
+        return el("span", { class: pair.includes(name) ? "chosen" : null }, `${name} `, el("b", { class: hueOf(a) }, signed(a, 3)),
           el("small", null, rank === null || rank === undefined ? "" : ` rank ${number(rank)}`));
       }));
   }
@@ -232,7 +233,7 @@
       for (const [name, value] of values) {
         const a = name === null ? apart(by, t) : own[name].advantage[t];
         value.textContent = name === null ? (a === null ? "–" : `${signed(a)} rank`) : signed(a, 3);
-        value.setAttribute("class", `cmp-value ${a === null || name === null ? "" : a < 0 ? "neg" : "pos"}`);
+        value.setAttribute("class", `cmp-value ${name === null ? "" : hueOf(a)}`);
       }
     } };
   }
@@ -288,15 +289,14 @@
     for (const [start, end, opposite] of runs((t) => (a[t] * b[t] < 0 ? 1 : null), T)) if (opposite) against += box(x, start, end, top, LANE);
     const ranked = pair.every((name) => by.get(name));
     return [
-      svg("text", { x: 0, y: middle - 2, class: "cmp-name" }, "rank apart"),
-      svg("text", { x: 0, y: middle + 14, class: "tick" }, ranked ? "±1" : "one is constant"),
+      svg("text", { x: 0, y: top + 11, class: "cmp-name" }, "rank apart"),
+      ranked ? [svg("text", { x: 0, y: top + 27, class: "tick" }, `▲ ${clip(pair[0])}`), svg("text", { x: 0, y: top + 42, class: "tick" }, `▼ ${clip(pair[1])}`)]
+        : svg("text", { x: 0, y: middle + 14, class: "tick" }, "one is constant"),
       svg("rect", { x: LABEL, y: top, width: right - LABEL, height: LANE, class: "cmp-lane apart" }),
       svg("path", { d: against, class: "cmp-against", fill: "url(#against-hatch)" }),
       svg("path", { d, class: "cmp-apart" }),
       svg("line", { x1: LABEL, x2: right, y1: middle, y2: middle, class: "cmp-zero" }),
-      svg("text", { x: LABEL + 4, y: top + 11, class: "tick small" }, `${clip(pair[0])} ranks it higher`),
-      svg("text", { x: LABEL + 4, y: top + LANE - 4, class: "tick small" }, `${clip(pair[1])} ranks it higher`),
-    ];
+    ].flat();
   }
 
   const clip = (name) => (name.length > 16 ? `${name.slice(0, 15)}…` : name);
@@ -328,7 +328,7 @@
   function furthest() {
     const kept = new Set(state.step.step === index.compare.step ? state.step.responses.map((r) => r.row) : []);
     const rows = all.disagreements.map((d) => {
-      const value = (name) => [`${name} `, el("b", { class: d.advantage[name] < 0 ? "neg" : "pos" }, signed(d.advantage[name]))];
+      const value = (name) => [`${name} `, el("b", { class: hueOf(d.advantage[name]) }, signed(d.advantage[name]))];
       const place = kept.has(d.row) || !kept.size
         ? el("a", { href: at(d.row, d.token), click: () => { pair = [d.high, d.low]; } }, `${d.row} · ${d.token}`) : `${d.row} · ${d.token}`;
       return el("tr", null, el("th", { scope: "row" }, place, d.alike ? el("small", null, ` +${d.alike}`) : null), el("td", { class: "snippet" }, d.snippet || "·"),

@@ -113,8 +113,8 @@ def pack(
         span = f"{earlier[0]}" if len(earlier) == 1 else f"{earlier[0]}–{earlier[-1]}"
         left_out.append(f"{len(earlier)} earlier recorded step{'s' * (len(earlier) > 1)} ({span})")
     index = site.index(shown, start, extreme, left_out)
-    for key in site.compared.keys() if site.compared else ():
-        chunks[key] = _packed(site.compared.chunk(key))
+    if site.compared:
+        chunks |= {key: _packed(site.compared.chunk(key)) for key in site.compared.keys()}
     return index, chunks
 
 
@@ -165,11 +165,6 @@ def _packed(value: Mapping[str, Any]) -> bytes:
     """JSON, gzipped, in base64; the same bytes for the same value."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), _LEVEL, mtime=0))
-
-
-def unpacked(chunk: bytes) -> dict[str, Any]:
-    """The JSON of an embedded chunk."""
-    return json.loads(gzip.decompress(base64.b64decode(chunk)))
 
 
 def render(index: Mapping[str, Any], chunks: Mapping[str, bytes]) -> str:

@@ -65,7 +65,7 @@ function makePlot(title, name) {
   let spec = null, frame = null, at = null;
   const unit = el("small", null), readout = el("div", { class: "readout" }), note = el("p", { class: "quiet" });
   const holder = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-valuemin": 0 });
-  const numbers = el("div", { class: "numbers" });
+  const numbers = el("div", { class: "numbers", tabindex: 0, role: "region", "aria-label": `${title || name} as a table` });
   const twin = el("details", { class: "twin" }, el("summary", null, "table"), numbers);
   const node = el("figure", { class: "curve" },
     el("figcaption", null, el("b", null, title || name), " ", unit, title ? el("code", null, name) : null),
@@ -129,7 +129,8 @@ function frameOf({ lines, width, here }) {
   low = Math.max(Math.min(low, bandLow), low - room);
   high = Math.min(Math.max(high, bandHigh), high + room);
   if (least >= 0 && low < 0.4 * high) low = 0;
-  const pad = high > low ? 0.04 * (high - low) : Math.abs(high) * 0.1 || 0.5;
+  // Values that differ by rounding alone are one height.
+  const pad = high - low > 1e-9 * Math.abs(high) ? 0.04 * (high - low) : Math.abs(high) * 0.1 || 0.5;
   const span = right - left || 1, inner = width - PLOT.left - PLOT.right, bottom = PLOT.top + PLOT.height;
   const y = { low: low === 0 && high > 0 ? 0 : low - pad, high: high + pad };
   const places = [...new Set(drawn.flatMap((line) => line.x))].sort((a, b) => a - b);

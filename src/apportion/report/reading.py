@@ -43,13 +43,17 @@ def reading(response: Mapping[str, Any], segments: Sequence[Mapping[str, Any]], 
     return (
         f"{opening} Most was {'lost' if lost else 'won'} in {where}: "
         f"V̂ went {fixed(piece['before'])} → {fixed(piece['after'])}, {signed(change)} ± {fixed(spread)}, "
-        f"{_sureness(change, spread)}."
+        f"{_sureness(change, spread, [s for s in segments[number - 1 : number + 1] if s['samples']])}."
     )
 
 
-def _sureness(change: float, spread: float) -> str:
+def _sureness(change: float, spread: float, measured: Sequence[Mapping[str, Any]]) -> str:
+    """How far to trust a change. `measured`: the segments at its ends that open with continuations."""
     if not spread:
-        return "and the continuations showed no spread"
+        if not measured or None in measured[0]["chance"]:
+            return "and its continuations showed no spread"
+        low, high = map(fixed, measured[0]["chance"])
+        return f"and all {measured[0]['samples']} continuations agree, which leaves {low} to {high} open (95 %)"
     ratio = abs(change) / spread
     if ratio <= 1:
         return "within one standard error, so it may be noise"

@@ -5,8 +5,8 @@ VIEWS.run = (() => {
   const AXIS = { step: "step", tokens: "generated tokens", seconds: "wall-clock seconds" };
   const SIZE = { advantage: "|A|", moved: "|A − base|" };
   const TOP = 40; // extreme credits that are listed
-  const COLUMNS = [["rank", "#"], ["advantage", "A"], ["moved", "A − base"], ["base", "base"], ["step", "step"],
-    ["row", "response"], ["verdict", "verdict"], ["group", "group"], ["start", "tokens"], ["snippet", "text"], ["why", "why"]];
+  const COLUMNS = [["rank", "#"], ["advantage", "A"], ["moved", "A − base"], ["start", "tokens"], ["snippet", "text"], ["step", "step"],
+    ["row", "response"], ["group", "group"], ["verdict", "verdict"], ["base", "base"], ["why", "why"]];
   const plots = new Map(), shown = new Map();
   const chosen = { axis: "step", by: "advantage", column: "rank", down: false };
   let parts = null;
@@ -34,7 +34,7 @@ VIEWS.run = (() => {
     fill($("view-run"), el("section", { class: "panel" }, el("h2", null, "Learning curves"), parts.axis, parts.legend, parts.note, parts.key),
       el("div", { class: "panels" }, parts.time, parts.tokens), el("section", { class: "panel" }, parts.more),
       el("section", { class: "panel" }, el("h2", null, "Most extreme credits"), parts.by, parts.told,
-        el("div", { class: "wide" }, el("table", { class: "extremes" }, el("thead", null, parts.head), parts.body))));
+        el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Most extreme credits" }, el("table", { class: "extremes" }, el("thead", null, parts.head), parts.body))));
     // The rest is made when it is opened or printed.
     window.addEventListener("beforeprint", () => { if (!$("view-run").hidden) { parts.more.open = true; draw(); } });
     new ResizeObserver(() => requestAnimationFrame(() => { if (!$("view-run").hidden) draw(); })).observe(parts.key);
@@ -53,8 +53,10 @@ VIEWS.run = (() => {
     if (fresh("note", runs, curves.averaged)) parts.note.textContent = words(curves);
     const predicted = new Map(curves.curves.filter(({ name }) => name.startsWith("predicted/")).map((c) => [c.name.slice(10), c]));
     const drawn = curves.curves.filter(({ name }) => !name.startsWith("predicted/"));
-    const rest = drawn.filter(({ key }) => !key);
-    drawCurves("key", drawn.filter(({ key }) => key), predicted);
+    // Where none is known to matter most, all come first.
+    const first = drawn.some(({ key }) => key) ? drawn.filter(({ key }) => key) : drawn;
+    const rest = drawn.filter((curve) => !first.includes(curve));
+    drawCurves("key", first, predicted);
     parts.more.hidden = !rest.length;
     parts.restTitle.textContent = plural(rest.length, "more metric");
     if (parts.more.open) drawCurves("rest", rest, predicted);
@@ -72,12 +74,15 @@ VIEWS.run = (() => {
 
   function words(curves) {
     const several = curves.kinds.some(({ runs }) => runs.length > 1);
-    return [several ? "Thick: mean over seeds, thinner where some have ended; thin: each seed; band: 95 % interval over seeds (Student’s t)." : "",
-      "Held-out accuracy of one seed has Wilson’s 95 % interval over its responses.",
-      several ? "Over tokens and wall-clock each seed is interpolated, where all have got." : "",
-      curves.averaged ? "Long runs are drawn as averages of consecutive steps; the last step is its own." : "",
-      "Wall-clock is training alone, without evaluations. The vertical line is the step you look at.",
-      curves.curves.some(({ name }) => name.startsWith("predicted/")) ? "Dotted: what was predicted before the run." : "",
+    const alone = curves.curves.some(({ kinds }) => kinds.some((kind) => kind?.wilson));
+    const predicted = curves.curves.some(({ name }) => name.startsWith("predicted/"));
+    return [
+      several && "Thick: mean over seeds, thinner where some have ended; thin: each seed; band: 95 % interval over seeds (Student’s t).",
+      alone && "Held-out accuracy of one seed has Wilson’s 95 % interval over its responses.",
+      several && "Over tokens and wall-clock each seed is interpolated, where all have got.",
+      curves.averaged && "Long runs are drawn as averages of consecutive steps; the last step is its own.",
+      curves.axes.seconds && "Wall-clock is training alone, without evaluations.",
+      predicted && "Dotted: what was predicted before the run.", "The vertical line is the step you look at.",
     ].filter(Boolean).join(" ");
   }
 
@@ -182,19 +187,20 @@ VIEWS.run = (() => {
 
   function drawExtremes() {
     const { by, column, down } = chosen, size = (e) => (e[by] === null ? Infinity : Math.abs(e[by]));
-    const rows = index.extremes.filter((e) => e.by.includes(by)).sort((a, b) => size(b) - size(a)).slice(0, TOP)
-      .map((e, i) => ({ ...e, rank: i + 1 }));
+    const rows = index.extremes.filter((e) => e.by.includes(by))
+      .sort((a, b) => size(b) - size(a) || b.end - b.start - (a.end - a.start) || b.step - a.step).slice(0, TOP).map((e, i) => ({ ...e, rank: i + 1 }));
     const order = (a, b) => (a === null) - (b === null) || (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
     rows.sort((a, b) => (down ? -1 : 1) * order(a[column], b[column]) || a.rank - b.rank);
     COLUMNS.forEach(([name], i) => parts.head.children[i].setAttribute("aria-sort", name !== column ? "none" : down ? "descending" : "ascending"));
     parts.told.textContent = rows.length ? `The ${rows.length} largest ${SIZE[by]} of the last recorded steps, at most two of a response; adjacent tokens of equal advantage are one entry.`
       : by === "moved" && index.extremes.length ? "The method moved no credit away from the base advantage." : "No credit was recorded, or all of it is 0.";
     const tone = (v) => el("td", { class: v === null || Math.abs(v) < 0.005 ? "quiet" : v < 0 ? "neg" : "pos" }, v === null ? "not finite" : signed(v));
-    fill(parts.body, rows.map((e) => el("tr", null, el("td", null, e.rank), tone(e.advantage), tone(e.moved), el("td", null, signed(e.base)),
-      el("td", null, e.step), el("td", null, e.row), el("td", null, verdict(e.verdict), ` ${e.verdict}`), el("td", { class: "snippet" }, el("bdi", null, e.group)),
+    const snippet = (text) => el("td", { class: "snippet" }, el("bdi", null, text));
+    fill(parts.body, rows.map((e) => el("tr", null, el("td", null, e.rank), tone(e.advantage), tone(e.moved),
       el("td", null, el("a", { href: address({ view: "response", step: e.step, row: e.row, token: e.start }) },
         e.end - e.start === 1 ? `token ${e.start}` : `tokens ${e.start}–${e.end - 1}`)),
-      el("td", { class: "snippet" }, el("bdi", null, e.snippet)), el("td", { class: "reason" }, e.why || ""))));
+      snippet(e.snippet), el("td", null, e.step), el("td", null, e.row), snippet(e.group),
+      el("td", null, verdict(e.verdict), ` ${e.verdict}`), el("td", null, signed(e.base)), el("td", { class: "reason" }, e.why || ""))));
   }
 
   return { title: "Run", available: () => true, draw: async () => draw() };

@@ -31,14 +31,15 @@ from apportion.report.escape import embeddable_json, one_line
 ADDRESS, PORT, NEXT = "127.0.0.1", 8765, 20
 """Where it listens: the first port that is free from `PORT` on, any other where the `NEXT` ones are all taken."""
 
-IDLE, HEAD, SEND, DRAIN = 30.0, 10.0, 30.0, 1.0
-"""Seconds: for a request to begin, to be whole, to be answered; to empty what a client still sends at its end."""
+IDLE, HEAD, SEND = 30.0, 10.0, 30.0
+"""Seconds: for a request to begin, to be whole, to be answered."""
 
-HEAD_BYTES, DRAIN_BYTES, CONNECTIONS, FINDING = 64 * 1024, 1024 * 1024, 64, 2
+HEAD_BYTES, CONNECTIONS, FINDING = 64 * 1024, 64, 2
 
 _LINE = re.compile(rb"[!-~]+ [!-~]+ HTTP/1\.[01]\r?\n")
 _CHUNK = re.compile(r"/chunk/((?:step|compare)-[0-9]{1,9}(?:-row-[0-9]{1,9})?)")
 _SINGLE = ("metrics.jsonl", "evaluations.jsonl", "config.toml", "result.json")
+_KINDS = ("rollouts", "evidence", "credit")
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 _HEADERS = (
     ("Content-Security-Policy", "frame-ancestors 'none'"),  # the rest of the policy stands in the page
@@ -100,10 +101,22 @@ class OwnFiles(RunFolder):
 
     def links_out(self) -> list[str]:
         """The folders and files of steps that are not read, for they lead out of the folder."""
-        kinds = [self.path / kind for kind in ("rollouts", "evidence", "credit")]
+        kinds = [self.path / kind for kind in _KINDS]
         files = [file for kind in kinds if inside(self.path, kind) for file in sorted(kind.glob("step-*.parquet"))]
         candidates = [*kinds, *filter(Path.is_symlink, files)]
         return [str(path.relative_to(self.path)) for path in candidates if not inside(self.path, path)]
+
+    def stamp(self) -> list[tuple[int, int, int] | None]:
+        """What differs once a file of the run has been written or appended to, without reading any."""
+        stamps: list[tuple[int, int, int] | None] = []
+        for name in (*_SINGLE, *_KINDS):
+            try:
+                found = (self.path / name).stat()
+            except OSError:
+                stamps.append(None)
+            else:
+                stamps.append((found.st_mtime_ns, found.st_size, found.st_ino))
+        return stamps
 
     def _own(self, path: Path) -> bool:
         """Whether a file of an own folder is a plain file, here or at the end of a link that stays inside."""
@@ -112,6 +125,26 @@ class OwnFiles(RunFolder):
         except OSError:
             return False
         return inside(self.path, path) and path.is_file() if stat.S_ISLNK(mode) else stat.S_ISREG(mode)
+
+
+class Quiet:
+    """Pages whose index is put together again only where the run has changed: the machine is there for the training."""
+
+    def __init__(self, pages: Pages, folder: OwnFiles) -> None:
+        self._pages, self._folder = pages, folder
+        self._kept: tuple[list[Any], dict[str, Any]] | None = None
+        self._lock = threading.Lock()
+
+    def index(self) -> dict[str, Any]:
+        with self._lock:
+            # Taken first, so that what is written meanwhile is a change.
+            stamp = self._folder.stamp()
+            if self._kept is None or self._kept[0] != stamp:
+                self._kept = stamp, self._pages.index()
+            return self._kept[1]
+
+    def chunk(self, key: str, /) -> dict[str, Any]:
+        return self._pages.chunk(key)
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -186,18 +219,6 @@ class Server(socketserver.ThreadingTCPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
-
-    def shutdown_request(self, request: Any) -> None:
-        # Closed with bytes unread, a connection is reset, and the client may lose the answer.
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_WR)
-            end, left = time.monotonic() + DRAIN, DRAIN_BYTES
-            while left > 0 and (seconds := end - time.monotonic()) > 0:
-                request.settimeout(seconds)
-                if not (got := len(request.recv(65536))):
-                    break
-                left -= got
-        self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection that broke is no news; what fails in an answer, the handler tells."""

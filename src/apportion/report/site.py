@@ -16,7 +16,7 @@ from apportion.report.curves import curves
 from apportion.report.escape import visible
 from apportion.report.extremes import extremes
 from apportion.report.source import Source
-from apportion.report.view import SCHEMA, StepView
+from apportion.report.view import SCHEMA, StepView, shown
 
 _KEY = re.compile(r"step-(\d{1,9})(?:-row-(\d{1,9}))?")
 _KEPT = 2
@@ -110,7 +110,7 @@ class Site:
         return {
             "schema": SCHEMA, "name": visible(self.source.path.resolve().name, 200), "live": self.live,
             "steps": list(steps), "start": start, "config": _config(self.source.path),
-            "curves": curves([self.source, *self.others]), "beside": beside(self.source.metrics()),
+            "curves": curves([self.source, *self.others]), "beside": shown(beside(self.source.metrics())),
             "extremes": list(extreme),
             "compare": self.compared and self.compared.index(), "left_out": list(left_out),
             "finished": (self.source.path / "result.json").is_file(),

@@ -67,9 +67,7 @@ def print_response(console: Console, view: Mapping[str, Any], response: Response
     console.print()
     console.print(Text(_legend(r, scale, palette), "dim"))
     if console.is_terminal and _height(r, console.width) > console.height:
-        console.print(
-            Text("What decided it is above: FORCE_COLOR=1 apportion inspect … | less -R starts there", "bold")
-        )
+        console.print(Text("FORCE_COLOR=1 apportion inspect … | less -R starts at what decided it", "bold"))
 
 
 def palette_of(console: Console) -> Palette:
@@ -159,7 +157,7 @@ def strips(response: Response, width: int) -> list[Text]:
 
 def _strip(name: str, values: Sequence[float | None], low: float, high: float, note: str) -> Text:
     bars = "".join(" " if v is None else _BARS[round((v - low) / (high - low) * (len(_BARS) - 1))] for v in values)
-    return Text.assemble((f"{name:<8}" if len(name) > 2 else f"{name}{' ' * 7}", "bold"), bars, (f" {note}", "dim"))
+    return Text.assemble((name + " " * (8 - cell_len(name)), "bold"), bars, (f" {note}", "dim"))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -169,8 +167,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _print_segments(console: Console, response: Response, palette: Palette) -> None:
     pieces = response["segments"]
-    masked, advantage = set(response["tokens"]["masked"]), response["tokens"]["advantage"]
-    trained = [None if t in masked else a for t, a in enumerate(advantage)]
+    masked = set(response["tokens"]["masked"])
+    trained = [None if t in masked else a for t, a in enumerate(response["tokens"]["advantage"])]
     rows = [_cells(k, s, response, trained, palette) for k, s in enumerate(pieces, 1)]
     table = segment_table(rows, console.width)
     if table is not None:
@@ -271,7 +269,7 @@ def _legend(response: Response, scale: float, palette: Palette) -> str:
         words = f"{{+ +}} made more likely, {{- -}} less; doubled {strong}"
         return words + (", {/ /} not trained" if masked else "")
     gain, loss = ("blue", "orange") if palette == "full" else ("cyan", "yellow")
-    words = f"{gain} made more likely, {loss} less; {strong} underlined (more) or italic (less)"
+    words = f"{gain}: made more likely, {loss}: less; {strong} underlined, italic"
     return words + (", dim: not trained" if masked else "")
 
 

@@ -99,9 +99,9 @@ class StepView:
         first = self.credit[0] if self.credit else {"method": "", "settings": "{}", "invariants": "{}", "counts": "{}"}
         return {
             "step": self.step, "method": visible(first["method"]), "about": _about(first["method"]),
-            "settings": _shown(json.loads(first["settings"])),
-            "invariants": _shown(json.loads(first["invariants"])), "laws": _shown(_laws(first["method"])),
-            "counts": _shown(json.loads(first["counts"])), "scale": self._scales(), "groups": groups,
+            "settings": shown(json.loads(first["settings"])),
+            "invariants": shown(json.loads(first["invariants"])), "laws": shown(_laws(first["method"])),
+            "counts": shown(json.loads(first["counts"])), "scale": self._scales(), "groups": groups,
             "responses": responses,
         }  # fmt: skip
 
@@ -115,12 +115,12 @@ class StepView:
         return {"advantage": _p99(final), "moved": _p99(moved)}
 
 
-def _shown(value: Any) -> Any:
+def shown(value: Any) -> Any:
     """Recorded JSON with its names and texts made visible, and null where a number is none."""
     if isinstance(value, dict):
-        return {visible(str(name), _NAME): _shown(each) for name, each in value.items()}
+        return {visible(str(name), _NAME): shown(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_shown(each) for each in value]
+        return [shown(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return visible(value, 200) if isinstance(value, str) else value

@@ -258,13 +258,17 @@ class _Plan:
         self.unlike = self._unlike()
 
     def _unlike(self) -> set[str]:
-        """Groups of which a state is recorded that was not planned, or more are lacking than the step lost."""
+        """Groups of which the record has what was not planned, or lacks more than the step says that it lost."""
         record = self.record
         jobs = {(job.row, job.position): job for jobs in self.jobs.values() for job in jobs}
         planned = {state: jobs[at] for at, state in record.identify(jobs).items()}
+        pivots = {pivot for job in jobs.values() for pivot in job.pivots}
         answered = {state for at, state in record.states.items() if at in record.values or record.found[at]}
-        lost = {state: len(job.pivots) for state, job in planned.items() if state not in answered}
-        unlike = {state[0] for state in record.states.values() if state not in planned}
+        # Every response that a measured state was planned for has its value, where the method records values.
+        due = {pivot for state in planned.keys() & answered for pivot in planned[state].pivots if record.values}
+        unlike = {self.batch.name(i) for i, _ in (due - record.values) | (record.values - pivots)}
+        unlike |= {state[0] for state in record.states.values() if state not in planned}
+        lost = {state: len(planned[state].pivots) for state in planned.keys() - answered}
         if record.counts.get("dropped_pivots", sum(lost.values())) != sum(lost.values()):
             unlike |= {group for group, _ in lost}
         return unlike
@@ -308,7 +312,8 @@ class _Plan:
             # It would have been probed; the plan is of a subclass with a rule of its own.
             return UNKNOWN
         if stage.placement == "random":
-            return f"placement is random, and none of the {count} tokens where it could fall was drawn"
+            tokens = f"none of the {count} tokens" if count > 1 else "not the one token"
+            return f"placement is random, and {tokens} where it could fall was drawn"
         high, low = _apart(last, best)
         weighed = type(stage).position_weight is not ProbePO.position_weight
         mine = f"its most uncertain boundary has {'the score' if weighed else 'H_max'} {low}"

@@ -22,6 +22,7 @@ from apportion.report.foreign.files import Entry, File, number_in, whole_lines
 from apportion.report.foreign.records import Records
 from apportion.report.foreign.responses import FROM_REWARDS, GRPO, Row, Step, Tables
 from apportion.report.foreign.text import clean, conversation, gold, messages
+from apportion.rollouts import Rollouts
 
 FIELDS = frozenset({"group", "reward", "token_ids"})
 _DEEP = 4
@@ -74,6 +75,9 @@ class _Batch:
             row["mean"] = float(stats.mean[g]) if stats.count[g] else None
         evidence = [row for i, entry in enumerate(self.entries) for row in _evidence(i, entry)]
         return Tables(rollouts, credit, evidence)
+
+    def outcome(self) -> tuple[Rollouts, float]:
+        return self.batch.rollouts, float(self.batch.rollouts.trainable.mean())
 
     def _rollouts(self) -> list[Row]:
         count = len(self.entries)

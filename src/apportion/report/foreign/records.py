@@ -10,7 +10,7 @@ from typing import Any
 from apportion.errors import InputError
 from apportion.groups import group_stats
 from apportion.report.foreign.files import File
-from apportion.report.foreign.responses import Row, Step, Tables, group_batch
+from apportion.report.foreign.responses import Row, Step, Tables
 
 
 class Records:
@@ -76,7 +76,7 @@ class Records:
         for file in self._find():
             stamp = file.stamp()
             if self._numbers.get(file, (None, []))[0] != stamp:
-                found = [_numbers(step, self._tables_of(file, step)) for step in sorted(self._steps_of(file))]
+                found = [_numbers(number, step) for number, step in sorted(self._content(file).items())]
                 self._numbers[file] = (stamp, found)
             rows |= {row["step"]: row for row in self._numbers[file][1]}
         for step, logged in self._logged().items():
@@ -100,15 +100,12 @@ class Records:
         return self._tables[3]
 
 
-def _numbers(step: int, tables: Tables) -> dict[str, Any]:
-    """The metrics of a step; without those that its record has no number for."""
-    rows = tables.rollouts
-    if not rows:
-        return {"step": step}
-    stats = group_stats(group_batch(rows))
+def _numbers(number: int, step: Step) -> dict[str, Any]:
+    """The metrics of a step; without a mean reward where it has no reward."""
+    batch, length = step.outcome()
     found = {
-        "step": step, "credit/zero_variance": float(stats.collapsed.double().mean()),
-        "completions/mean_length": math.fsum(len(row["mask"]) for row in rows) / len(rows),
+        "step": number, "credit/zero_variance": float(group_stats(batch).collapsed.double().mean()),
+        "completions/mean_length": length,
     }  # fmt: skip
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    rewards = [reward for reward in batch.reward.tolist() if not math.isnan(reward)]
     return found | ({"reward": math.fsum(rewards) / len(rewards)} if rewards else {})

@@ -6,11 +6,12 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
 from apportion.groups import group_stats, grpo_base
 from apportion.records import verdict_of
-from apportion.report.foreign.text import PIECES, Part, clean, split
+from apportion.report.foreign.text import PIECES, Part, clean, is_trained, split, words
 from apportion.rollouts import Rollouts
 
 Row = dict[str, Any]
@@ -28,9 +29,13 @@ class Tables:
 
 
 class Step(Protocol):
-    """One step of a record that was read, before it is rows."""
+    """One step of a record that was read, before it is rows: those are many, and made when they are shown."""
 
-    def tables(self) -> Tables: ...
+    def tables(self) -> Tables:
+        """The step's rows."""
+
+    def outcome(self) -> tuple[Rollouts, float]:
+        """The step's groups and rewards, and its responses' mean length: in tokens, or else in words."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,18 @@ class Responses:
     settings: Mapping[str, Any]
 
     def tables(self) -> Tables:
-        names = self._groups()
-        rollouts = _rollout_rows(self.responses, names)
-        return Tables(rollouts, self._credit(rollouts))
+        return Tables(_rollout_rows(self.responses, self._groups()), self._credit())
+
+    def outcome(self) -> tuple[Rollouts, float]:
+        sizes = [sum(r.tokens.mask) if r.tokens else words(r.parts) for r in self.responses]
+        return self._batch(), sum(sizes) / len(sizes)
+
+    def _batch(self) -> Rollouts:
+        """What group statistics need: one token a response, trained on where any of its tokens is."""
+        trained = [any(r.tokens.mask) if r.tokens else is_trained(r.parts) for r in self.responses]
+        return Rollouts.from_lists(
+            [[0]] * len(trained), self._groups(), [r.reward for r in self.responses], mask=[[each] for each in trained]
+        )
 
     def _groups(self) -> list[str]:
         found: dict[str, str] = {}
@@ -88,8 +102,8 @@ class Responses:
             for r in self.responses
         ]
 
-    def _credit(self, rollouts: Sequence[Row]) -> list[Row]:
-        batch = group_batch(rollouts)
+    def _credit(self) -> list[Row]:
+        batch = self._batch()
         stats, base = group_stats(batch), grpo_base(batch)
         without = sum(r.advantage is None for r in self.responses)
         recorded = without < len(self.responses)
@@ -107,14 +121,14 @@ class Responses:
             "weight": None, "residual": None, "segments": [],
         }  # fmt: skip
         rows = []
-        for i, (row, response) in enumerate(zip(rollouts, self.responses, strict=True)):
+        for i, response in enumerate(self.responses):
             group = int(batch.group[i])
             spread = (response.advantage or 0.0) if recorded else float(base.advantage[i])
             rows.append(
                 {
                     "row": i, "base": spread,
                     "advantage": response.tokens.advantage if response.tokens else
-                    [spread if ours else 0.0 for ours in row["mask"]],
+                    [spread if ours else 0.0 for ours in split(response.parts)[1]],
                     "mean": float(stats.mean[group]) if stats.count[group] else None,
                     "scale": None if recorded else float(base.scale[i]), **common,
                 }
@@ -128,18 +142,17 @@ def _rollout_rows(responses: Sequence[Response], names: Sequence[str]) -> list[R
     samples: dict[str, int] = defaultdict(int)
     rows = []
     for i, (response, name) in enumerate(zip(responses, names, strict=True)):
-        text, starts, mask = split([(clean(part), ours) for part, ours in response.parts])
+        pieces, mask = split([(clean(part), ours) for part, ours in response.parts])
         tokens = response.tokens
-        if tokens is None:
-            pieces = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
-            ids = [numbers.setdefault(piece, len(numbers)) for piece in pieces]
         rows.append(
             {
                 "row": i, "group": name, "sample": samples[name], "prompt": clean(response.prompt),
                 "gold": None if response.gold is None else clean(response.gold), "prompt_ids": None,
-                "token_ids": tokens.ids if tokens else ids, "mask": tokens.mask if tokens else mask,
+                "token_ids": tokens.ids if tokens else [numbers.setdefault(piece, len(numbers)) for piece in pieces],
+                "mask": tokens.mask if tokens else mask,
                 # Where each token stands in the text is not recorded.
-                "text": None if tokens else text, "char_start": None if tokens else starts,
+                "text": None if tokens else "".join(pieces),
+                "char_start": None if tokens else [0, *accumulate(map(len, pieces[:-1]))],
                 "reward": response.reward, "verdict": verdict_of(response.reward), "finish": response.finish,
                 "old_logprob": tokens.logprob if tokens else None, "ref_logprob": None, "entropy": None,
                 "boundaries": None, "path": None,
@@ -147,11 +160,3 @@ def _rollout_rows(responses: Sequence[Response], names: Sequence[str]) -> list[R
         )  # fmt: skip
         samples[name] += 1
     return rows
-
-
-def group_batch(rollouts: Sequence[Row]) -> Rollouts:
-    """What group statistics need: one token a response, trained on where any of its tokens is."""
-    return Rollouts.from_lists(
-        [[0]] * len(rollouts), [row["group"] for row in rollouts], [row["reward"] for row in rollouts],
-        mask=[[any(row["mask"])] for row in rollouts],
-    )  # fmt: skip

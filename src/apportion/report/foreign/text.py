@@ -28,19 +28,28 @@ def clean(text: str) -> str:
     return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def split(parts: Sequence[Part]) -> tuple[str, list[int], list[bool]]:
-    """A response as its text, the character at which each piece starts, and whether the policy wrote the piece.
+def split(parts: Sequence[Part]) -> tuple[list[str], list[bool]]:
+    """A response as pieces that make up its text, and whether the policy wrote each.
 
     A response without text is one empty piece: the policy ended it at once, and was rewarded for that.
     """
-    text, starts, mask = "".join(part for part, _ in parts), [], []
-    at = 0
+    pieces: list[str] = []
+    mask: list[bool] = []
     for part, ours in parts:
-        found = [at + match.start() for match in _PIECE.finditer(part)]
-        starts += found
+        found = _PIECE.findall(part)
+        pieces += found
         mask += [ours] * len(found)
-        at += len(part)
-    return (text, starts, mask) if text else ("", [0], [True])
+    return (pieces, mask) if pieces else ([""], [True])
+
+
+def is_trained(parts: Sequence[Part]) -> bool:
+    """Whether the policy wrote a piece of a response."""
+    return any(ours and part for part, ours in parts) or not any(part for part, _ in parts)
+
+
+def words(parts: Sequence[Part]) -> int:
+    """How many words the policy wrote."""
+    return sum(len(part.split()) for part, ours in parts if ours)
 
 
 def messages(entry: Entry, name: str) -> list[Message]:
