@@ -48,6 +48,9 @@ def test_a_run_before_its_first_step_is_opened(tmp_path: Path) -> None:
 def test_a_path_that_holds_no_record(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not exist"):
         open_source(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is no file"):
+        open_source(tmp_path / "pipe")
     with pytest.raises(InputError, match=r"credit/step-\*\.parquet"):
         open_source(tmp_path)
     with pytest.raises(InputError, match="objects with a, b"):

@@ -1,6 +1,10 @@
 """The group view without a browser: what it reads is in the chunk, and its arithmetic, run by Node, by hand.
 
-Planted in a copy of group.js and seen caught here: PLANTED
+Planted in a copy of group.js and seen caught here: V̂ of the next state, or past the end of a response; the first or
+any change of the gap taken for its largest rise, or the gap with the wrong sign; the line led to the reward where
+increments do not add up to it, or not for a pipeline's stage; a response without a reward put below the mean or first;
+lanes sorted the other way; progress by the longest response; a group of one reward called σ = 0; the filter turned
+around; a reason left out of a lane's label; continuations that are not recorded told as 0; a field that no chunk has.
 """
 
 from __future__ import annotations

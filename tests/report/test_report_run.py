@@ -1,4 +1,8 @@
-"""The run view in a real browser: its axes, the crosshair by keyboard, and that a growing page disturbs no reader."""
+"""The run view in a real browser: its axes, the crosshair by keyboard, and that a growing page disturbs no reader.
+
+Planted faults seen caught: everything drawn anew, nothing drawn anew, a table closed or the crosshair lost when a chart
+is updated, credits ranked by sign, an axis offered that was not logged, predictions not drawn.
+"""
 
 from __future__ import annotations
 

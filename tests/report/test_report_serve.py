@@ -1,6 +1,15 @@
 """The server of `apportion watch` over real sockets: who is answered, what there is, and that nothing stops it.
 
-FAULTS
+Planted faults seen caught: no host check, a host compared by its beginning or without its port, the first of two
+hosts, no origin check, an origin of another of our names, `same-site` let through, the first of two Sec-Fetch-Site,
+any method, HEAD with a body, a body read as the next request, a target decoded, its query dropped, its dots or
+slashes folded, a key not anchored or of any length, a request line or broken headers let through, a 304 without its
+tag or for any tag, tags compared as strings, gzip always or where its weight is 0, the text of an error sent or no
+answer to one, a banner, a header left out, all addresses, no limit on a head's size, on its time, on idling, on
+sending, on connections, places never given back, links out followed (a step's file, a kind's folder, a file of the
+run, a dangling one, a comparison), a folder compared as text or unresolved, a pipe opened, a step listed before its
+rollouts, a half-written line read, a wrong line or a whole last one skipped, an index kept for ever or never, by
+sizes alone or without some of the files.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from synthetic import write_run
 from apportion.errors import InputError
 from apportion.records import RunFolder
 from apportion.report import serve
-from apportion.report.serve import OwnFiles, Quiet, Server, inside, listen
+from apportion.report.serve import Guarded, OwnFiles, Server, inside, listen
 
 SHELL = "<!DOCTYPE html><title>shell</title>"
 SECRET = "kept-outside"
@@ -551,6 +560,21 @@ def test_a_file_of_the_run_that_lies_elsewhere_is_refused(growing: RunFolder, tm
         assert ask(server, "/index.json").status == 200
 
 
+@pytest.mark.parametrize("name", ["", "shown.json", "grpo", "grpo/about.json", "grpo/credit/step-000010.parquet"])
+def test_a_comparison_that_lies_elsewhere_is_refused(growing: RunFolder, tmp_path: Path, name: str) -> None:
+    own, outside = growing.path, tmp_path / "outside"
+    (own / "compare" / "grpo" / "credit").mkdir(parents=True)
+    for file in ("shown.json", "grpo/about.json", "grpo/credit/step-000010.parquet"):
+        (own / "compare" / file).write_text(SECRET)
+    told: list[str] = []
+    with running(Guarded(Recorded(OwnFiles(own)), OwnFiles(own)), told=told.append) as server:
+        assert ask(server, "/index.json").status == 200 == ask(server, "/chunk/step-10").status
+        (own / "compare" / name).rename(outside)
+        (own / "compare" / name).symlink_to(outside)
+        assert ask(server, "/index.json").status == 500 and "a link out of the folder, or no plain file" in told[0]
+        assert ask(server, "/chunk/compare-10").status == 404 == ask(server, "/chunk/step-10").status
+
+
 def test_links_inside_the_folder_and_to_it_are_followed(growing: RunFolder, tmp_path: Path) -> None:
     (growing.path / "credit").rename(growing.path / "kept")
     (growing.path / "credit").symlink_to("kept")
@@ -595,7 +619,7 @@ def test_a_run_grows_while_it_is_served(tmp_path: Path, growing: RunFolder) -> N
 def test_the_index_is_made_again_only_once_the_run_has_changed(tmp_path: Path, growing: RunFolder) -> None:
     late = RunFolder(tmp_path / "late")
     pages, made = Pages(), 0
-    kept = Quiet(pages, OwnFiles(late.path))
+    kept = Guarded(pages, OwnFiles(late.path))
 
     def changed() -> bool:
         """Whether the index was made anew, once and not again."""
@@ -617,6 +641,7 @@ def test_the_index_is_made_again_only_once_the_run_has_changed(tmp_path: Path, g
         lambda: write("evidence", 10), lambda: (late.path / "evaluations.jsonl").write_text("{}"),
         lambda: (late.path / "config.toml").write_text(""), lambda: (late.path / "result.json").write_text("{}"),
         lambda: (late.path / "result.json").unlink(),
+        lambda: (late.path / "compare").mkdir() or (late.path / "compare" / "shown.json").write_text("{}"),
     ):  # fmt: skip
         time.sleep(0.01)  # the clock of a file system is coarse
         change()

@@ -1,6 +1,13 @@
 """Where the continuations went and why there is no pivot, against steps worked out by hand.
 
-Planted in a copy of the package and seen caught here: PLANTED
+Planted in a copy of the package and seen caught here: shared states counted once a response, or across groups; the
+prompt, or a state without a reward, taken for a pivot; abstained continuations not counted as spent; tokens of a
+state's first continuation only; readings counted; continuations that are not recorded told as 0; a pipeline's budget
+missed; NaN taken for a reward; a pipeline's own word on collapsed groups taken for its stage's; VinePPO's collapsed
+groups called σ = 0; each of the checks that a record is of the recomputed plan left out, and lost pivots counted as
+states; a response's least score, or a group's highest, told; the last one probed taken over all groups; ties untold;
+two different numbers told alike; a weighed score called H_max; a short tail called no step; masked windows, empty
+responses, lost and unused measurements told as something else; reasons for a method that is not installed.
 """
 
 from __future__ import annotations
@@ -226,6 +233,32 @@ def test_a_state_that_was_never_planned():
     assert whys(found)[3].endswith("has H_max 0.41, the last one probed in this group 0.62")
 
 
+def test_continuations_of_a_state_that_was_never_planned():
+    # The values are not recorded at all; the state they were sampled from is of another plan.
+    rows = [{**UNSURE, "pivots": []}, response([0, 0, 0.41, 0, 0, 0], [2], 1.0)]
+    assert whys(step(rows, [(0, 3, [1.0], 1)]))[1] == UNKNOWN
+    assert whys(step(rows, [(0, 2, [1.0], 1), (0, 4, [1.0], 1)]))[1].startswith("its most uncertain boundary")
+
+
+def test_a_value_at_a_state_that_was_planned_for_another_response():
+    # Rows 0 and 1 open with 1 2, but row 1 has no boundary there: a value of it is of another plan.
+    rows = [
+        response([0, 0, 0.9, 0, 0, 0], [2], 0.0, ids=[1, 2, 3, 4, 5, 6], pivots=[2]),
+        response([0, 0, 0, 0.3, 0, 0], [3], 1.0, ids=[1, 2, 9, 8, 7, 6], pivots=[2]),
+        response([0, 0, 0.2, 0, 0, 0], [2], 1.0),
+    ]
+    found = step(rows, [(0, 2, [1.0], 1)], settings=SMALL | {"budget": 1})
+    assert whys(found)[2] == UNKNOWN
+
+
+def test_a_lost_state_is_lost_to_all_that_share_it():
+    # One state of two responses: two pivots were dropped.
+    ids = [[1, 2, 3, 4, 5, 6], [1, 2, 9, 8, 7, 6]]
+    rows = [response([0, 0, 0.9, 0, 0, 0], [2], float(i), ids=row) for i, row in enumerate(ids)]
+    assert whys(step(rows, [(0, 2, [None], 1)], dropped_pivots=2)) == [why.LOST, why.LOST]
+    assert whys(step(rows, [(0, 2, [None], 1)], dropped_pivots=1)) == [UNKNOWN, UNKNOWN]
+
+
 def test_more_pivots_lack_than_were_lost():
     rows = [{**UNSURE, "pivots": []}, response([0, 0, 0.1, 0, 0, 0], [2], 1.0)]
     assert whys(step(rows, dropped_pivots=0)) == [UNKNOWN, UNKNOWN]
@@ -346,14 +379,14 @@ class Late(ProbePO):
 
 
 class Own(ProbePO):
-    """Probes the last candidate of each group."""
+    """Probes the last of what ProbePO would."""
 
     def plan(self, rollouts: Any, base: Any) -> Any:
         return super().plan(rollouts, base)[-1:]
 
 
 class Bare(CreditMethod):
-    """Measures the prompt alone."""
+    """Plans nothing."""
 
     name = "bare"
     needs = frozenset({"continuations"})
@@ -363,25 +396,29 @@ class Bare(CreditMethod):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(
-    ("cls", "expected"),
-    [
-        # Row 0 scores .62·2/6 and .9·4/6 = .6, row 1 .41·4/6 = .2733; .2067 is the last one probed, or .2733 is.
-        (Late, "its most uncertain boundary has the score 0.14, the last one probed in this group 0.21"),
-        (Own, UNKNOWN),
-        (Bare, "the method plans no state inside it"),
-    ],
-)
-def test_other_peoples_methods(cls, expected, monkeypatch):
+def told(monkeypatch: pytest.MonkeyPatch, cls: type[CreditMethod], *args: Any, **settings: Any) -> list[str | None]:
+    """The reasons where `cls` is what is registered."""
     monkeypatch.setattr(why, "method_class", lambda name: cls)
     monkeypatch.setattr(why, "make_method", lambda name, settings: cls(**settings))
+    return whys(step(*args, method="theirs", settings=settings))
+
+
+def test_scores_that_are_weighed_are_no_entropies(monkeypatch):
+    # Row 0: .62·2/6 = .2067 and .9·4/6 = .6; row 1: .41·2/6 = .1367.
     rows = [UNSURE, response([0, 0, 0.41, 0, 0, 0], [2], 1.0)]
-    if cls is Bare:
-        rows = [{**row, "pivots": []} for row in rows]
-        assert whys(step(rows, method="bare", settings={})) == [expected] * 2
-    else:
-        # .41·2/6 = .1367 against .62·2/6 = .2067.
-        assert whys(step(rows, ITS, method="late"))[1] == expected
+    assert told(monkeypatch, Late, rows, ITS, **SMALL)[1] == (
+        "its most uncertain boundary has the score 0.14, the last one probed in this group 0.21"
+    )
+
+
+def test_a_plan_by_another_rule_is_not_explained_by_ours(monkeypatch):
+    rows = [{**UNSURE, "pivots": [2]}, response([0, 0, 0.41, 0, 0, 0], [2], 1.0)]
+    assert told(monkeypatch, Own, rows, ITS[:1], **SMALL)[1] == UNKNOWN
+
+
+def test_a_method_that_plans_nothing(monkeypatch):
+    rows = [{**UNSURE, "pivots": []}, response([0] * 6, [2], 1.0)]
+    assert told(monkeypatch, Bare, rows) == ["the method plans no state inside it"] * 2
 
 
 # --- VinePPO and SPO-chain --------------------------------------------------------------------------------------

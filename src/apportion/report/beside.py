@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import mean, median
+from statistics import fmean, median
 from typing import Any
 
 _PREDICTED, _SECONDS, _PEAK = "predicted/", "seconds/", "memory/peak"
@@ -80,7 +80,7 @@ def _typical(name: str, windows: Sequence[Sequence[Mapping[str, Any]]], parts: S
     values = [[sum(_number(row.get(part)) or 0.0 for part in parts) for row in rows] for rows in windows]
     if name == _PEAK:
         return _short(max(map(max, values)))
-    return _short(median(map(mean, values)))
+    return _short(median(map(fmean, values)))
 
 
 def _number(value: Any) -> float | None:

@@ -148,7 +148,7 @@ function levelWords(group) {
   const plain = group.scored < 2 ? `${group.scored ? "Only one response has" : "No response has"} a reward.`
     : "All rewards of this group are equal, so there is nothing to tell its responses apart by.";
   const told = group.why && !group.why.startsWith("σ = 0") && group.scored > 1 ? ` No pivot: ${group.why}.` : "";
-  const spent = group.spent.continuations ? "" : group.spent.continuations === 0 ? " No continuation was spent here." : "";
+  const spent = group.spent.continuations === 0 ? " No continuation was spent here." : "";
   return plain + told + spent;
 }
 
@@ -228,7 +228,7 @@ function lane(r, group, x, all) {
     el("div", { class: "lane-end" }, el("span", { class: `end ${r.verdict}` }, MARK[r.verdict] || "·", ` r = ${short(r.reward)}`),
       el("span", { class: "spent", title: "Continuations sampled from states of this response, and their share of the group's" },
         shareBar(share, 1), ` ${spent}`, share ? el("small", null, ` ${percent(share)}`)
-          : r.pivots && r.continuations === 0 ? el("small", null, " shared") : null)));
+          : all && r.pivots && r.continuations === 0 ? el("small", null, " shared") : null)));
   node.draw = () => fill(plot, lanePlot(r, group, x, pivots),
     pivots.length || !r.why ? null : el("p", { class: "lane-why" }, el("b", null, "No pivot: "), r.why));
   return node;

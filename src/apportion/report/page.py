@@ -89,7 +89,7 @@ def pack(
     """
     recorded = find_steps(site.source, step)
     chosen = recorded[-max_steps:]
-    shown: list[int] = []
+    shown: dict[int, list[int]] = {}
     extreme: list[dict[str, Any]] = []
     left_out: list[str] = []
     chunks: Chunks = {}
@@ -105,16 +105,17 @@ def pack(
         if len(rows) < total:
             left_out.append(f"{total - len(rows)} of {total} responses of step {number}")
         if rows or not shown:
-            shown.insert(0, number)
+            shown[number] = rows
             extreme += site.extremes(number, set(rows))
             chunks |= found
             chunks[f"step-{number}"] = _packed(_only(view.summary, set(rows)))
     if earlier := recorded[:-max_steps]:
         span = f"{earlier[0]}" if len(earlier) == 1 else f"{earlier[0]}–{earlier[-1]}"
         left_out.append(f"{len(earlier)} earlier recorded step{'s' * (len(earlier) > 1)} ({span})")
-    index = site.index(shown, start, extreme, left_out)
-    if site.compared:
-        chunks |= {key: _packed(site.compared.chunk(key)) for key in site.compared.keys()}
+    index = site.index(sorted(shown), start, extreme, left_out)
+    if (compared := site.compared) and compared.step in shown:
+        keys = compared.keys(shown[compared.step])
+        chunks |= {key: _packed(compared.chunk(key)) for key in keys}
     return index, chunks
 
 

@@ -39,6 +39,7 @@ HEAD_BYTES, CONNECTIONS, FINDING = 64 * 1024, 64, 2
 _LINE = re.compile(rb"[!-~]+ [!-~]+ HTTP/1\.[01]\r?\n")
 _CHUNK = re.compile(r"/chunk/((?:step|compare)-[0-9]{1,9}(?:-row-[0-9]{1,9})?)")
 _SINGLE = ("metrics.jsonl", "evaluations.jsonl", "config.toml", "result.json")
+COMPARED, SHOWN = "compare", "compare/shown.json"  # of apportion.compare.store; the second is written last
 _KINDS = ("rollouts", "evidence", "credit")
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 _HEADERS = (
@@ -73,8 +74,7 @@ def inside(folder: Path, path: Path) -> bool:
 class OwnFiles(RunFolder):
     """A run folder of which nothing is read that lies elsewhere: links out of it are not followed.
 
-    A step whose file is such a link, or no plain file, counts as not recorded. For the files that a run has one of,
-    which are read beside its metrics, it is an error.
+    A step whose file is such a link, or no plain file, counts as not recorded; of other files it is an error.
     """
 
     def read(self, kind: str, step: int) -> list[dict[str, Any]]:
@@ -91,13 +91,26 @@ class OwnFiles(RunFolder):
         """Every step's metrics; none where nothing has been logged yet.
 
         Raises:
-            InputError: a line of it is not the metrics of a step, or one of the files of the run is not in its folder.
+            InputError: as `check`; or a line is not the metrics of a step.
         """
-        for name in _SINGLE:
-            file = self.path / name
-            if os.path.lexists(file) and not self._own(file):
-                raise InputError(str(file), "a link out of the folder, or no plain file", "a file of the run's own")
+        self.check()
         return super().metrics() if (self.path / "metrics.jsonl").exists() else []
+
+    def check(self) -> None:
+        """That the other files of a run, which are read by their names, are its own.
+
+        Raises:
+            InputError: one of them, or anything below `compare`, leads out of the folder or is no plain file.
+        """
+        files = [self.path / name for name in _SINGLE]
+        compared = self.path / COMPARED
+        wrong = [file for file in files if self._foreign(file)]
+        wrong += [compared] * (not inside(self.path, compared))
+        for place, folders, names in os.walk(compared) if not wrong else ():
+            wrong += [path for path in (Path(place, name) for name in folders) if not inside(self.path, path)]
+            wrong += [path for path in (Path(place, name) for name in names) if self._foreign(path)]
+        if wrong:
+            raise InputError(str(wrong[0]), "a link out of the folder, or no plain file", "a file of the run's own")
 
     def links_out(self) -> list[str]:
         """The folders and files of steps that are not read, for they lead out of the folder."""
@@ -109,7 +122,7 @@ class OwnFiles(RunFolder):
     def stamp(self) -> list[tuple[int, int, int] | None]:
         """What differs once a file of the run has been written or appended to, without reading any."""
         stamps: list[tuple[int, int, int] | None] = []
-        for name in (*_SINGLE, *_KINDS):
+        for name in (*_SINGLE, *_KINDS, SHOWN):
             try:
                 found = (self.path / name).stat()
             except OSError:
@@ -119,16 +132,25 @@ class OwnFiles(RunFolder):
         return stamps
 
     def _own(self, path: Path) -> bool:
-        """Whether a file of an own folder is a plain file, here or at the end of a link that stays inside."""
+        return path.exists() and not self._foreign(path)
+
+    def _foreign(self, path: Path) -> bool:
+        """Whether something stands there that is no plain file, here or at the end of a link that stays inside.
+
+        The folder that it stands in is not looked at.
+        """
         try:
             mode = path.lstat().st_mode
-        except OSError:
+        except OSError:  # nothing, or nothing any more: files are replaced while a run goes on
             return False
-        return inside(self.path, path) and path.is_file() if stat.S_ISLNK(mode) else stat.S_ISREG(mode)
+        return not (inside(self.path, path) and path.is_file()) if stat.S_ISLNK(mode) else not stat.S_ISREG(mode)
 
 
-class Quiet:
-    """Pages whose index is put together again only where the run has changed: the machine is there for the training."""
+class Guarded:
+    """Pages of a run that reads no file but its own, and whose index is made again only once the run has changed.
+
+    That takes up to a second of a long run, on the machine that trains it.
+    """
 
     def __init__(self, pages: Pages, folder: OwnFiles) -> None:
         self._pages, self._folder = pages, folder
@@ -136,6 +158,7 @@ class Quiet:
         self._lock = threading.Lock()
 
     def index(self) -> dict[str, Any]:
+        self._folder.check()
         with self._lock:
             # Taken first, so that what is written meanwhile is a change.
             stamp = self._folder.stamp()
@@ -144,6 +167,7 @@ class Quiet:
             return self._kept[1]
 
     def chunk(self, key: str, /) -> dict[str, Any]:
+        self._folder.check()
         return self._pages.chunk(key)
 
 

@@ -112,8 +112,8 @@ class Site:
             "steps": list(steps), "start": start, "config": _config(self.source.path),
             "curves": curves([self.source, *self.others]), "beside": shown(beside(self.source.metrics())),
             "extremes": list(extreme),
-            "compare": self.compared and self.compared.index(), "left_out": list(left_out),
-            "finished": (self.source.path / "result.json").is_file(),
+            "compare": self.compared.index() if self.compared and self.compared.step in steps else None,
+            "left_out": list(left_out), "finished": (self.source.path / "result.json").is_file(),
         }  # fmt: skip
 
 

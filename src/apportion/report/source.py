@@ -37,10 +37,13 @@ def open_source(path: str | Path) -> Source:
         InputError: there is nothing at `path`, nothing that is known, several runs, or a file that is not opened.
     """
     path = Path(path)
-    if path.is_dir():
-        return _folder(path)
-    if not path.exists():
-        raise InputError("RUN", f"{path}, which does not exist", KNOWN)
+    try:
+        if path.is_dir():
+            return _folder(path)
+    except OSError as error:
+        raise InputError("RUN", f"{path}: {error.strerror}", "a folder that can be read") from None
+    if not path.is_file():
+        raise InputError("RUN", f"{path}, which {'is no file' if path.exists() else 'does not exist'}", KNOWN)
     return file_records(path)
 
 

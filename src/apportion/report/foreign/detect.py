@@ -40,8 +40,8 @@ def folder_records(path: Path) -> Records | None:
             return verl.folder_source(path)
         if keys >= interchange.FIELDS:
             return interchange.folder_source(path)
-    for packed in sorted(each for each in path.glob("**/*.bin") if each.name == "train_rollouts.bin"):
-        raise _refused(packed)
+    if packed := prime_rl.batches(path):
+        raise _refused(packed[0])
     return None
 
 

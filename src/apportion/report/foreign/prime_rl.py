@@ -51,6 +51,11 @@ def folder_source(path: Path) -> Records | None:
     return None
 
 
+def batches(path: Path) -> list[Path]:
+    """What a run folder holds for the trainer, and is not read."""
+    return sorted(found for root in _ROOTS for found in (path / root).glob("step_*/train_rollouts.bin"))
+
+
 def file_source(path: Path) -> Records:
     """One file. Its step is that of its traces, or the one that its folder is named after."""
     step = next((int(match[1]) for each in path.parents[:3] if (match := _STEP.match(each.name))), None)
