@@ -181,6 +181,28 @@ def test_every_view_draws_without_a_word_on_the_console(page_file, opened, view,
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth + 1")
 
 
+def test_a_frame_without_an_address_of_its_own_shows_the_page(page_file, opened, tmp_path):
+    """As trackers show it: sandboxed, its text given in an attribute."""
+    frame = tmp_path / "tracker.html"
+    text = page_file.read_text(encoding="utf-8").replace("&", "&amp;").replace('"', "&quot;")
+    frame.write_text(
+        f'<body data-view="frame"><iframe sandbox="allow-scripts" srcdoc="{text}"></iframe>', encoding="utf-8"
+    )
+    page = opened(frame)
+    inside = page.frames[1]
+    inside.locator("body[data-view=response]").wait_for()
+    inside.locator("#tabs a", has_text="Run").click()
+    inside.locator("body[data-view=run]").wait_for()
+
+
+def test_back_leads_to_where_the_reader_was(page_file, opened):
+    page = opened(page_file)
+    page.locator("#tabs a", has_text="Group").click()
+    until(page, "state.view === 'group'")
+    page.go_back()
+    until(page, "state.view === 'response'")
+
+
 # --- formulas and code --------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,13 @@ def train(run: Run, *, resume: bool = False, progress: Progress | None = None) -
         watch.start(trainer.model)
     if prediction is not None:
         trainer.beside = Beside(prediction, trainer.model)
-    with suppress(Complete):
+    # Before the trackers of trainer.report_to close.
+    trainer.publisher.closing = lambda: watch.finish(trainer.state.global_step, trainer.model)
+    trainer.publisher.evaluations = watch.evaluations
+    try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except Complete:
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     result = watch.finish(trainer.state.global_step, trainer.model)
     trainer.save_model(str(folder / "model"))
     run.tokenizer.save_pretrained(folder / "model")

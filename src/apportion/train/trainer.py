@@ -30,6 +30,7 @@ from apportion.train.host import Batch, Capture, gather_batch, random_state
 from apportion.train.measuring import Measurement, Measurer
 from apportion.train.metrics import step_metrics
 from apportion.train.probing import sampling_of
+from apportion.train.publish import Publisher
 from apportion.train.recording import record_batch
 from apportion.train.reference import frozen_copy
 from apportion.train.resume import EpochSampler, load_window, save_window
@@ -48,6 +49,8 @@ class CreditTrainer(GRPOTrainer):
     `advantages` becomes (B, T). Nothing of that happens in evaluation, and neither rollouts nor random streams,
     TRL's metrics or its completion logs see the probes: α = 0 and method="grpo" train as `GRPOTrainer` does, bit
     for bit.
+
+    With a `run_folder` and `report_to`, the page of the run goes to W&B, trackio and TensorBoard when training ends.
 
     Ctrl-C ends the run after the step in hand, with a checkpoint; `train(resume_from_checkpoint=True)` goes on
     from it as if it had not been stopped.
@@ -88,6 +91,9 @@ class CreditTrainer(GRPOTrainer):
             self.stream = GroupStream(self, self._measurer.sampler)
         self._steps = StepCallback(self)
         self.add_callback(self._steps)
+        self.publisher = Publisher(self, self._steps)
+        # Before the trackers of `report_to`, which close when training ends.
+        self.callback_handler.callbacks.insert(0, self.publisher)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As `GRPOTrainer.train`.
