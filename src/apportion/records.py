@@ -132,7 +132,8 @@ class RunFolder:
 
     def steps(self) -> list[int]:
         """The steps with recorded credit, rising."""
-        return sorted(int(p.stem.split("-")[1]) for p in (self.path / "credit").glob("step-*.parquet"))
+        numbers = (path.stem.removeprefix("step-") for path in (self.path / "credit").glob("step-*.parquet"))
+        return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
 
     def recorded_steps(self) -> list[int]:
         """The same.
@@ -154,11 +155,25 @@ class RunFolder:
             file.write(json.dumps(dict(metrics)) + "\n")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every step's metrics; where a resumed run repeated a step, its last."""
+        """Every step's metrics; where a resumed run repeated a step, its last. A line being written is none yet.
+
+        Raises:
+            InputError: there is no such file, or a line of it is not the metrics of a step.
+        """
         path = self.path / "metrics.jsonl"
         if not path.exists():
             raise InputError("RUN", str(self.path), "the folder of a run, with metrics.jsonl in it")
-        by_step = {row["step"]: row for row in map(json.loads, path.read_text().splitlines())}
+        by_step = {}
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                by_step[row["step"]] = row
+            except (ValueError, KeyError, TypeError):
+                if number == len(lines) or not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                raise InputError(where, repr(line[:80]), "a JSON object with `step` in it") from None
         return [by_step[step] for step in sorted(by_step)]
 
     def _file(self, kind: str, step: int) -> Path:

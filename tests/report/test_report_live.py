@@ -11,7 +11,7 @@ from synthetic import write_run
 from test_report_browser import until
 
 from apportion.report.page import render_live
-from apportion.report.serve import OwnFiles, Quiet, Server
+from apportion.report.serve import Guarded, OwnFiles, Server
 from apportion.report.site import Site
 
 
@@ -34,7 +34,7 @@ def growing(tmp_path):
 
     folder = OwnFiles(run)
     site = Site(folder, live=True)
-    with Server(Quiet(site, folder), render_live(site)) as server:
+    with Server(Guarded(site, folder), render_live(site)) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server.url, grow, [first, *later]

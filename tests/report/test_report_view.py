@@ -141,7 +141,7 @@ def test_continuations_that_agree_say_what_they_leave_open(handmade, segment):
     "given, said",
     [
         ({"reward": float("nan"), "verdict": "abstain"}, "the verifier abstained"),
-        ({"base": 0.5, "advantage": [0.5, 0.5]}, "every token gets the base advantage +0.50"),
+        ({"base": 0.5, "advantage": [0.5, 0.5]}, "Every token gets the base advantage +0.50"),
         ({"base": 0.5, "advantage": [0.0, 1.0]}, "Advantages run from +0.00 to +1.00 around the base +0.50"),
     ],
 )

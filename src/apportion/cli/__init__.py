@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 
 from apportion.cli import info, interchange, training
+from apportion.cli.compare_credit import compare_credit
 from apportion.cli.cost import cost
 from apportion.cli.diagnose import diagnose
 from apportion.cli.evaluate import compare_evaluations, evaluate
 from apportion.cli.inspect import inspect
 from apportion.cli.shared import Commands
+from apportion.cli.watch import watch
 
 app = typer.Typer(
     name="apportion",
@@ -22,7 +24,7 @@ app = typer.Typer(
 )
 
 for command in (
-    training.demo, training.train, cost, inspect, diagnose, evaluate, compare_evaluations,
+    training.demo, training.train, cost, inspect, watch, compare_credit, diagnose, evaluate, compare_evaluations,
     interchange.plan, interchange.assign, interchange.grade,
     info.methods, info.doctor,
 ):  # fmt: skip

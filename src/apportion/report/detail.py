@@ -132,7 +132,7 @@ class Samples:
         self._ids = {row["row"]: row["token_ids"] for row in rollouts}
         self._by_state: dict[tuple[int, int], list[Row]] = defaultdict(list)
         self._rows_at: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for e in (row for row in rows if row["kind"] == "continuations"):
+        for e in (row for row in rows if row.get("kind", "continuations") == "continuations"):
             state = (e["row"], e["position"])
             if state not in self._by_state:
                 self._rows_at[e["group"], e["position"]].append(e["row"])

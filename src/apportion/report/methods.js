@@ -28,7 +28,7 @@
     for (const text of texts) text.drop();
     texts = [];
     fill(box, el("div", { class: "compare" }, head(), own ? one() : elsewhere(),
-      el("div", { class: "compare-more" }, matrix(), furthest()), took()));
+      el("div", { class: `compare-more${names().length > 5 ? " many" : ""}` }, matrix(), furthest()), took()));
     if (own) lay();
   }
 
@@ -67,6 +67,8 @@
       `(0 is a sign of its own), ${percent(p.opposite)} opposite ones.${without}`;
   }
 
+  // Three decimals; what they would make 0, as short as it can be told.
+  const figure = (a) => (a && Math.abs(a) < 5e-4 ? `${a > 0 ? "+" : ""}${short(a)}` : signed(a, 3));
   const hueOf = (a) => (a ? (a < 0 ? "neg" : "pos") : null);
   const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(share && share < 0.01 ? 1 : 0)} %`);
 
@@ -156,6 +158,9 @@
     point(state.token);
   }
 
+  // On paper every token has its colour.
+  window.addEventListener("beforeprint", () => texts.forEach((text) => text.all()));
+
   const largest = (name) => Math.max(1e-12, ...extent(name).map((a) => Math.abs(a ?? 0)));
 
   let marked = [];
@@ -171,14 +176,14 @@
     for (const node of marked) node?.classList.add("here");
     const words = state.detail.tokens.text[t], gone = state.detail.tokens.masked.includes(t);
     const shown = words === "" ? "(no text of its own)" : words.trim() === "" ? "white space" : `“${words}”`;
-    const each = names().map((name) => `${name} ${signed(own[name].advantage[t], 3)}`);
+    const each = names().map((name) => `${name} ${figure(own[name].advantage[t])}`);
     const slider = $("compare-lanes");
     slider.setAttribute("aria-valuenow", t);
     slider.setAttribute("aria-valuetext", `Token ${t}, ${shown}${gone ? ", not trained" : ""}: ${each.join(", ")}`);
     fill($("compare-token"), el("b", null, `Token ${t} `), el("code", null, shown), gone ? " not trained" : "",
       names().map((name) => {
         const a = own[name].advantage[t], rank = chart.ranks.get(name)?.[t];
-        return el("span", { class: pair.includes(name) ? "chosen" : null }, `${name} `, el("b", { class: hueOf(a) }, signed(a, 3)),
+        return el("span", { class: pair.includes(name) ? "chosen" : null }, `${name} `, el("b", { class: hueOf(a) }, figure(a)),
           el("small", null, rank === null || rank === undefined ? "" : ` rank ${number(rank)}`));
       }));
   }
@@ -232,7 +237,7 @@
       cursor.setAttribute("x2", x(t + 0.5));
       for (const [name, value] of values) {
         const a = name === null ? apart(by, t) : own[name].advantage[t];
-        value.textContent = name === null ? (a === null ? "–" : `${signed(a)} rank`) : signed(a, 3);
+        value.textContent = name === null ? (a === null ? "–" : `${signed(a)} rank`) : figure(a);
         value.setAttribute("class", `cmp-value ${name === null ? "" : hueOf(a)}`);
       }
     } };
@@ -328,7 +333,7 @@
   function furthest() {
     const kept = new Set(state.step.step === index.compare.step ? state.step.responses.map((r) => r.row) : []);
     const rows = all.disagreements.map((d) => {
-      const value = (name) => [`${name} `, el("b", { class: hueOf(d.advantage[name]) }, signed(d.advantage[name]))];
+      const value = (name) => [`${name} `, el("b", { class: hueOf(d.advantage[name]) }, figure(d.advantage[name]))];
       const place = kept.has(d.row) || !kept.size
         ? el("a", { href: at(d.row, d.token), click: () => { pair = [d.high, d.low]; } }, `${d.row} · ${d.token}`) : `${d.row} · ${d.token}`;
       return el("tr", null, el("th", { scope: "row" }, place, d.alike ? el("small", null, ` +${d.alike}`) : null), el("td", { class: "snippet" }, d.snippet || "·"),
@@ -361,7 +366,9 @@
     const { reused, measured } = m.states;
     if (m.provenance === "assigned") return `Assigned from the record${reused ? `, with ${reused.toLocaleString("en")} of its measurements` : ""}.`;
     const part = reused ? ` ${reused.toLocaleString("en")} of ${(reused + measured).toLocaleString("en")} measurements are the record’s own.` : "";
-    const filled = m.statistics.length ? ` ${m.statistics.join(" and ")} were not recorded and are this model’s.` : "";
+    const own = m.statistics.filter((name) => name !== "ref_logprob");
+    const filled = (own.length ? ` The record lacks ${own.join(" and ")}: those are this model’s.` : "") +
+      (own.length < m.statistics.length ? " The reference is the model that the run started from." : "");
     if (!m.model) return `Judged by the run’s step verifier.${part}`;
     const gap = m.gap === null ? "; how far its log-probabilities are from the policy’s that wrote these responses is unknown, as none were recorded"
       : `, whose log-probabilities differ by ${short(m.gap.mean)} nats a token on average from the policy’s that wrote these responses`;

@@ -17,7 +17,7 @@ async function go({ view = state.view, step = state.step?.step, row, token, pivo
   Object.assign(state, { view: VIEWS[view]?.available() ? view : "response", step: chunk, response, detail });
   if (moved) Object.assign(state, { token: 0, pivot });
   if (token !== undefined) state.token = clamp(token, 0, Math.max(0, (response?.length || 1) - 1));
-  history.replaceState(null, "", address({ view: state.view, step: number_, row: response?.row }));
+  remember("replaceState", address({ view: state.view, step: number_, row: response?.row }));
   await draw();
   if (token !== undefined && state.view === "response" && detail) laid.node(state.token)?.scrollIntoView({ block: "center" });
 }
@@ -57,15 +57,28 @@ function drawSteps() {
   if (chosen) $("step").value = chosen;
 }
 
-const asked = () => {
-  const found = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+// A tracker shows the page in a frame that has no address of its own to change.
+function remember(how, to) {
+  try { history[how](null, "", to); } catch { /* the page works without one */ }
+}
+
+const asked = (hash) => {
+  const found = Object.fromEntries(new URLSearchParams(hash.slice(1)));
   const whole = (text) => (/^\d{1,9}$/.test(text || "") ? Number(text) : undefined);
   return { view: found.view, step: whole(found.step), row: whole(found.row), token: whole(found.token) };
 };
 
-async function visit() {
-  const to = asked();
+async function visit(hash) {
+  const to = asked(hash);
   await go({ ...to, view: to.view || state.view }).catch(failed);
+}
+
+function follow(e) {
+  const link = e.target.closest?.('a[href^="#view="]');
+  if (!link || e.ctrlKey || e.metaKey || e.shiftKey || e.altKey) return;
+  e.preventDefault();
+  remember("pushState", link.getAttribute("href"));
+  visit(link.getAttribute("href"));
 }
 
 function failed(error) {
@@ -73,24 +86,25 @@ function failed(error) {
 }
 
 // A live page's new index: more steps and curves; the reader stays where he is.
-async function apply(next, follow) {
+async function apply(next, newest) {
   const first = !index?.steps.length;
   index = next;
   if (!next.steps.length) return tell("Waiting for the first recorded step.");
   chunks.clear();
   drawSteps();
-  if (first) return visit();
-  if (follow) return go({ step: next.steps[next.steps.length - 1] }).catch(failed);
+  if (first) return visit(location.hash);
+  if (newest) return go({ step: next.steps[next.steps.length - 1] }).catch(failed);
   drawHeader();
   if (state.view === "run" || state.view === "methods") await VIEWS[state.view].draw();
 }
 
 listen();
-window.addEventListener("hashchange", visit);
+window.addEventListener("hashchange", () => visit(location.hash));
+document.addEventListener("click", follow);
 if ($("index")) {
   index = JSON.parse($("index").textContent);
   drawSteps();
-  const to = asked();
+  const to = asked(location.hash);
   go(to.step === undefined && to.row === undefined ? { ...index.start, view: to.view || "response" } : to).catch(failed);
 } else {
   startLive(apply);

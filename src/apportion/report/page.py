@@ -184,7 +184,7 @@ def render(index: Mapping[str, Any], chunks: Mapping[str, bytes]) -> str:
 def render_live(site: Site) -> str:
     """The page that `apportion watch` serves: no data in it, for it asks for that."""
     return _html(
-        title=f"Credit of {site.index()['name']}, live", connect="'self'", index=None, first=[],
+        title=f"Credit of {site.name}, live", connect="'self'", index=None, first=[],
         chunks=[], scripts=("live.js", *SCRIPTS),
     )  # fmt: skip
 

@@ -29,8 +29,8 @@ def reading(response: Mapping[str, Any], segments: Sequence[Mapping[str, Any]], 
         return f"{opening} σ = 0: all rewards of its group are equal, so every token gets {signed(base)}."
     pieces = [s for s in segments if s["before"] is not None and s["after"] is not None]
     if not response["spread"]:
-        why = " No pivot fell into it:" if segments else ""
-        return f"{opening}{why} every token gets the base advantage {signed(base)}."
+        why = "No pivot fell into it: every" if segments else "Every"
+        return f"{opening} {why} token gets the base advantage {signed(base)}."
     if len(pieces) < 2:
         low, high = signed(response["low"]), signed(response["high"])
         return f"{opening} Advantages run from {low} to {high} around the base {signed(base)}."

@@ -6,14 +6,17 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from apportion.errors import InputError
 from apportion.report.beside import beside
 from apportion.report.compared import Compared
 from apportion.report.curves import curves
-from apportion.report.escape import visible
+from apportion.report.escape import one_line, visible
 from apportion.report.extremes import extremes
 from apportion.report.source import Source
 from apportion.report.view import SCHEMA, StepView, shown
@@ -36,8 +39,10 @@ class Site:
     def __init__(self, source: Source, others: Sequence[Source] = (), live: bool = False) -> None:
         self.source, self.others, self.live = source, others, live
         self.compared = Compared.open(source.path)
-        self._views: OrderedDict[int, StepView] = OrderedDict()
-        self._extremes: dict[int, list[dict[str, Any]]] = {}
+        self.name = visible(source.path.resolve().name, 200)
+        # By step, each with the stamp of its files: a resumed run records steps again.
+        self._views: OrderedDict[int, tuple[Any, StepView]] = OrderedDict()
+        self._extremes: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
         self._lock = threading.RLock()
 
     def step(self, number: int) -> StepView:
@@ -47,14 +52,16 @@ class Site:
             InputError: there is no record of the step.
         """
         with self._lock:
-            if number not in self._views:
+            stamp = self._stamp(number)
+            kept, view = self._views.pop(number, (None, None))
+            if view is None or kept != stamp:
                 if number not in (steps := self.source.steps()):
                     raise InputError("step", number, f"a recorded step: {_span(steps)}")
-                self._views[number] = StepView(self.source, number)
-            self._views.move_to_end(number)
+                view = StepView(self.source, number)
+            self._views[number] = stamp, view
             while len(self._views) > _KEPT:
                 self._views.popitem(last=False)
-            return self._views[number]
+            return view
 
     def chunk(self, key: str) -> dict[str, Any]:
         """The JSON of `step-N`, `step-N-row-R`, or of a comparison of methods.
@@ -76,14 +83,36 @@ class Site:
             InputError: there is no record of the step.
         """
         with self._lock:
-            if rows is None and number in self._extremes:
-                return self._extremes[number]
+            stamp = self._stamp(number)
+            if rows is None and number in self._extremes and self._extremes[number][0] == stamp:
+                return self._extremes[number][1]
             view = self.step(number)
             kept = [k for k, r in enumerate(view.rollouts) if rows is None or r["row"] in rows]
             found = extremes([(number, [view.rollouts[k] for k in kept], [view.credit[k] for k in kept])])
             if rows is None:
-                self._extremes[number] = found
+                self._extremes[number] = stamp, found
             return found
+
+    def _readable(self, left_out: list[str]) -> list[int]:
+        """The recorded steps. Of the last ones, which are looked into, those that are whole: a run that was resumed
+        may be recording one again."""
+        steps = self.source.steps()
+        for number in steps[-LAST:]:
+            try:
+                self.extremes(number)
+            except (InputError, OSError, pa.ArrowException) as error:
+                steps.remove(number)
+                left_out.append(f"step {number}, which cannot be read now ({one_line(str(error), 200)})")
+        return steps
+
+    def _stamp(self, number: int) -> list[tuple[str, int, int]]:
+        """What tells a record of a step from a later one; nothing for records that are no run folder."""
+        found = []
+        for path in self.source.path.glob(f"*/step-{number:06d}.parquet"):
+            with suppress(OSError):  # gone in between
+                about = path.stat()
+                found.append((str(path), about.st_mtime_ns, about.st_size))
+        return sorted(found)
 
     def index(
         self,
@@ -100,20 +129,21 @@ class Site:
             extreme: its most extreme credits (`extremes`); those of the last steps where left out.
             left_out: what the page says that it lacks.
         """
+        left_out = list(left_out)
         if steps is None:
-            steps = self.source.steps()
+            steps = self._readable(left_out)
             self.compared = Compared.open(self.source.path)
         if extreme is None:
             extreme = [each for number in steps[-LAST:] for each in self.extremes(number)]
         if start is None and steps:
             start = {"step": steps[-1], "row": start_row(self.step(steps[-1]).summary, None)}
         return {
-            "schema": SCHEMA, "name": visible(self.source.path.resolve().name, 200), "live": self.live,
+            "schema": SCHEMA, "name": self.name, "live": self.live,
             "steps": list(steps), "start": start, "config": _config(self.source.path),
             "curves": curves([self.source, *self.others]), "beside": shown(beside(self.source.metrics())),
             "extremes": list(extreme),
             "compare": self.compared.index() if self.compared and self.compared.step in steps else None,
-            "left_out": list(left_out), "finished": (self.source.path / "result.json").is_file(),
+            "left_out": left_out, "finished": (self.source.path / "result.json").is_file(),
         }  # fmt: skip
 
 
