@@ -51,6 +51,8 @@ def test_what_assign_wrote_is_shown_with_its_segments(tmp_path: Path) -> None:
     assert [s["increment"] for s in detail["segments"]] == pytest.approx([0.125, -0.25, 0.625])
     assert all(check["error"] < 1e-6 for check in detail["checks"]) and len(detail["checks"]) == 2
     assert [item["reward"] for item in detail["continuations"]["7"]["items"]] == [1, 0, 0, 0]
+    found = [(e["position"], e["m"], e["reward"]) for e in source.read("evidence", 3)]
+    assert found[:5] == [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 0), (7, 0, 1)]
     group = view.summary["groups"][0]
     assert (group["prompt"], group["gold"], group["spent"]["continuations"]) == ("6*7?", "42", 8)
     first, second = source.read("rollouts", 3)
@@ -91,6 +93,17 @@ def test_a_masked_token_gets_no_credit(tmp_path: Path) -> None:
     rows = [{**MEASURED[0], "mask": [1] * 8 + [0, 0], "evidence": {}}, {**MEASURED[1]}]
     (first, _) = open_source(write_lines(tmp_path / "b.jsonl", rows)).read("credit", 0)
     assert first["advantage"][8:] == [0, 0] and first["advantage"][7] > 0
+    # Nor where a file says so: null or a number, it is not trained on.
+    row = {
+        "group": "g",
+        "reward": 1,
+        "token_ids": [1, 2, 3],
+        "mask": [1, 0, 0],
+        "advantage": [1.0, None, 5.0],
+        "base": 1,
+    }
+    (only,) = open_source(write_lines(tmp_path / "c.jsonl", [row])).read("credit", 0)
+    assert only["advantage"] == [1.0, 0.0, 0.0]
 
 
 def test_other_evidence_is_kept_as_a_run_has_it(tmp_path: Path) -> None:

@@ -64,6 +64,8 @@ def test_an_abstaining_verl_score_is_no_reward(tmp_path: Path) -> None:
     assert [r["verdict"] for r in source.read("rollouts", 7)][1:3] == ["abstain", "abstain"]
     assert [r["base"] for r in source.read("credit", 7)] == pytest.approx([WON, 0, 0, LOST, LOST, LOST])
     assert source.metrics()[0]["reward"] == 0.25
+    write_lines(tmp_path / "8.jsonl", [dump("p", "a", None)])
+    assert source.read("credit", 8)[0]["mean"] is None
 
 
 def test_a_single_dump_may_hold_several_steps(tmp_path: Path) -> None:

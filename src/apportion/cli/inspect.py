@@ -36,7 +36,7 @@ def inspect(
         typer.Option(
             "--output",
             "-o",
-            help="The page to write. Default: page.html in RUN, or beside the file.",
+            help="The page to write. Default: RUN/page.html, or FILE.html.",
             show_default=False,
         ),
     ] = None,
@@ -62,7 +62,7 @@ def inspect(
     row = start_row(view.summary, response)
     if row is not None:
         print_response(Console(), view.summary, view.response(row))
-    out = output or (run if run.is_dir() else run.parent) / "page.html"
+    out = output or (run / "page.html" if run.is_dir() else run.with_suffix(".html"))
     page = _written(source, others, out, step, row, round(max_mb * 1e6))
     typer.echo(f"\nPage: {visible(str(page))}")
     if open_page:
