@@ -1,6 +1,10 @@
 """How far methods agree, where they differ most, and what the page is told of it.
 
-Planted faults seen caught: see the list at the end of this text.
+Planted faults seen caught: the highest of tied ranks for their mean; masked tokens that count; constant responses that
+are not counted; an interval over responses; zeros among opposite signs; ranks divided by T; runs across masked tokens,
+or parted only where all methods differ; a constant method that ranks; the nearest first; openings that are alike but
+differ the other way; names that lead out of the folder; results of another record; text as it came; bars upside down;
+the second text with the first one's credit.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Shapes: _M methods, _T trainable tokens of a response, _N flat tokens, _R respon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -82,10 +82,11 @@ def correlations(values_MT: np.ndarray) -> np.ndarray:
     """
     rank_MT = np.array([mean_ranks(row) for row in values_MT]).reshape(values_MT.shape)
     centred_MT = rank_MT - (values_MT.shape[1] + 1) / 2
+    product_MM = centred_MT @ centred_MT.T
+    square_M = product_MM.diagonal()
     with np.errstate(invalid="ignore", divide="ignore"):
-        unit_MT = centred_MT / np.sqrt((centred_MT**2).sum(1, keepdims=True))
-    # What rounding leaves beyond 1 would be no correlation.
-    return np.clip(unit_MT @ unit_MT.T, -1.0, 1.0)
+        # What rounding leaves beyond 1 would be no correlation.
+        return np.clip(product_MM / np.sqrt(np.outer(square_M, square_M)), -1.0, 1.0)
 
 
 def agreement(advantages: Mapping[str, Any], offsets: Any, mask: Any, prompt: Any) -> list[Pair]:
@@ -145,41 +146,91 @@ def disagreements(
     names, table_MN = _table(advantages)
     mask, ids, prompt = np.asarray(mask, dtype=bool), np.asarray(token_ids, dtype=np.int64), np.asarray(prompt)
     spans = _spans(offsets)
-    found: list[tuple[float, int, int, int, np.ndarray]] = []
-    for row, span in enumerate(spans):
-        found += [(gap, row, start, end, rank_M) for gap, start, end, rank_M in _apart(table_MN[:, span], mask[span])]
-    found.sort(key=lambda each: (-each[0], *each[1:3]))
+    runs = [_apart(table_MN[:, span], mask[span]) for span in spans]
+    gap = np.concatenate([np.zeros(0), *(each.gap for each in runs)])
+    row = np.repeat(np.arange(len(runs)), [len(each.gap) for each in runs])
+    start = np.concatenate([np.zeros(0, dtype=np.int64), *(each.start for each in runs)])
+
+    def ends(row: int, k: int) -> tuple[np.ndarray, str, str]:
+        """Ranks of a run, and the names of the highest and the lowest."""
+        rank_M = runs[row].rank(k)
+        return rank_M, names[int(np.nanargmax(rank_M))], names[int(np.nanargmin(rank_M))]
+
+    def opening(row: int, start: int) -> bytes:
+        """Its tokens up to and with the one at `start`."""
+        return ids[spans[row].start : min(spans[row].start + start + 1, spans[row].stop)].tobytes()
+
+    def alike(one: int, start: int, high: str, low: str) -> int:
+        found = 0
+        for other in np.flatnonzero(prompt == prompt[one]).tolist():
+            k = int(np.searchsorted(runs[other].start, start))
+            if other != one and k < len(runs[other].gap) and runs[other].start[k] == start:
+                found += opening(other, start) == opening(one, start) and ends(other, k)[1:] == (high, low)
+        return found
+
     listed: dict[tuple[Any, ...], Disagreement] = {}
-    for gap, row, start, end, rank_M in found:
-        high, low = names[int(np.nanargmax(rank_M))], names[int(np.nanargmin(rank_M))]
-        first = spans[row].start
-        state = (int(prompt[row]), ids[first : first + start + 1].tobytes(), high, low)
+    first = np.cumsum([0, *(len(each.gap) for each in runs)])
+    # Stable, so that equal gaps stand in the order of rows and positions.
+    for at in np.argsort(-gap, kind="stable").tolist():
+        if len(listed) == most:
+            break
+        i, here = int(row[at]), int(start[at])
+        k = at - int(first[i])
+        rank_M, high, low = ends(i, k)
+        state = (int(prompt[i]), opening(i, here), high, low)
         if state in listed:
-            listed[state] = replace(listed[state], alike=listed[state].alike + 1)
-        elif len(listed) < most:
-            ranks = {name: None if np.isnan(rank) else float(rank) for name, rank in zip(names, rank_M, strict=True)}
-            values = dict(zip(names, table_MN[:, first + start].tolist(), strict=True))
-            listed[state] = Disagreement(row, start, end, gap, high, low, ranks, values)
+            continue
+        ranks = {name: None if np.isnan(rank) else float(rank) for name, rank in zip(names, rank_M, strict=True)}
+        values = dict(zip(names, table_MN[:, spans[i].start + here].tolist(), strict=True))
+        more = alike(i, here, high, low)
+        listed[state] = Disagreement(i, here, int(runs[i].end[k]), float(gap[at]), high, low, ranks, values, more)
     return list(listed.values())
 
 
-def _apart(values_MT: np.ndarray, mask_T: np.ndarray) -> Iterator[tuple[float, int, int, np.ndarray]]:
-    """(gap, start, end, [M] ranks) of each run of a response's trainable tokens that methods rank apart."""
-    positions = np.flatnonzero(mask_T)
-    own_MT = values_MT[:, positions]
-    if len(positions) < 2:
-        return
-    varies_M = own_MT.min(1) < own_MT.max(1)
-    if varies_M.sum() < 2:
-        return
-    rank_MT = (np.array([mean_ranks(each) for each in own_MT]) - 1) / (len(positions) - 1)
-    rank_MT[~varies_M] = np.nan
-    gap_T = np.nanmax(rank_MT, 0) - np.nanmin(rank_MT, 0)
-    parts = (own_MT[:, 1:] != own_MT[:, :-1]).any(0) | (np.diff(positions) > 1)
-    starts = [0, *(np.flatnonzero(parts) + 1).tolist(), len(positions)]
-    for at, stop in pairwise(starts):
-        if gap_T[at] > 0:
-            yield float(gap_T[at]), int(positions[at]), int(positions[stop - 1]) + 1, rank_MT[:, at]
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of a response's trainable tokens that methods rank apart.
+
+    Attributes:
+        gap, start, end: of each. values: (M, T) of the trainable tokens. first: [K] the first of them in each run.
+    """
+
+    gap: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    values: np.ndarray
+    first: np.ndarray
+
+    def rank(self, k: int) -> np.ndarray:
+        """[M] of the tokens of run `k`; NaN for a method that is constant."""
+        return _scaled(self.values)[:, self.first[k]]
+
+
+def _apart(values_MT: np.ndarray, mask_T: np.ndarray) -> _Runs:
+    position_T = np.flatnonzero(mask_T)
+    own_MT = values_MT[:, position_T]
+    none = np.zeros(0, dtype=np.int64)
+    scaled_MT = _scaled(own_MT)
+    varies_M = ~np.isnan(scaled_MT).any(1)
+    if len(position_T) < 2 or varies_M.sum() < 2:
+        return _Runs(np.zeros(0), none, none, own_MT, none)
+    gap_T = scaled_MT[varies_M].max(0) - scaled_MT[varies_M].min(0)
+    parts = (own_MT[:, 1:] != own_MT[:, :-1]).any(0) | (np.diff(position_T) > 1)
+    bounds = np.concatenate([[0], np.flatnonzero(parts) + 1, [len(position_T)]])
+    first, last = bounds[:-1], bounds[1:] - 1
+    kept = gap_T[first] > 0
+    first, last = first[kept], last[kept]
+    return _Runs(gap_T[first], position_T[first], position_T[last] + 1, own_MT, first)
+
+
+def _scaled(values_MT: np.ndarray) -> np.ndarray:
+    """(M, T) ranks from 0 to 1; NaN in rows that are constant."""
+    rank_MT = np.array([mean_ranks(each) for each in values_MT]).reshape(values_MT.shape)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        scaled_MT = (rank_MT - 1) / (values_MT.shape[1] - 1)
+    if values_MT.shape[1]:
+        scaled_MT[values_MT.min(1) == values_MT.max(1)] = np.nan
+    return scaled_MT
 
 
 def _table(advantages: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from apportion.compare.opened import Source
 from apportion.compare.recorded import Step
+from apportion.compare.source import Source
 from apportion.credit.baselines import GRPO
 from apportion.credit.method import CreditMethod
 from apportion.credit.pipeline import stages_of

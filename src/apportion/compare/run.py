@@ -9,13 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 import apportion
 from apportion.compare import needs, store
 from apportion.compare.measure import Lacking, gather
-from apportion.compare.opened import Opened, Source, Weights, open_source, weights_of
+from apportion.compare.opened import Opened
 from apportion.compare.recorded import Held, Step, read
+from apportion.compare.source import Source, Weights, open_source, weights_of
 from apportion.credit.method import CreditMethod
 from apportion.credit.registry import make_method, method_names_of
 from apportion.diagnose.reading import run_config
@@ -45,7 +44,7 @@ def compare(
 
     Args:
         methods: registered names, or pipelines with `+`; two or more. step: the last recorded one where left out.
-        model: see `opened.weights_of`. settings: for a method, what differs from its defaults, or from the run's
+        model: see `source.weights_of`. settings: for a method, what differs from its defaults, or from the run's
             settings for the run's own method.
 
     Returns:
@@ -70,7 +69,7 @@ class Comparison:
     progress: Progress
     refused: dict[str, str] = field(default_factory=dict)
     asking: set[str] = field(default_factory=set)
-    _passes: dict[tuple[str, ...], tuple[dict[str, Tensor], Cost, float]] = field(default_factory=dict)
+    _passes: dict[tuple[str, ...], tuple[dict[str, Any], Cost, float]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -240,7 +239,7 @@ class Comparison:
                 cost, seconds = cost + spent, seconds + took
         return rollouts, lacking, cost, seconds
 
-    def _read(self, fields: tuple[str, ...]) -> tuple[dict[str, Tensor], Cost, float]:
+    def _read(self, fields: tuple[str, ...]) -> tuple[dict[str, Any], Cost, float]:
         """A pass over the responses, made once; every method that needs it is charged for it."""
         if fields not in self._passes:
             began, before, rollouts = time.perf_counter(), self._opened.cost, self.step.rollouts
