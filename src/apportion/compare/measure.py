@@ -16,12 +16,12 @@ from apportion.measure.evidence import Evidence, StepLabels
 from apportion.measure.plan import AnyJob, Job
 from apportion.measure.probe import evidence_of
 from apportion.measure.wave import Probe
-from apportion.records import verdict_of
 from apportion.rollouts import Rollouts
 from apportion.train.compatibility import measures
 from apportion.train.host import Batch
-from apportion.train.measuring import _evidence, _key, _records
+from apportion.train.measuring import evidence_from, key_of, reading_rows
 from apportion.train.probing import fresh_budget
+from apportion.train.recording import probe_row
 
 Row = Mapping[str, Any]
 
@@ -67,11 +67,11 @@ def gather(step: Step, rollouts: Rollouts, method: CreditMethod, held: Held, ope
     asked = [job for job in jobs if not isinstance(job, Job)]
     readings = _readings(step, rollouts, asked, held, opened, found)
     batch = Batch(rollouts, step.base, [{}] * len(rollouts), list(step.recorded.prompts), slice(0, len(rollouts)))
-    parts |= _evidence(batch, jobs, readings)
+    parts |= evidence_from(batch, jobs, readings)
     if "step_labels" in method.needs:
         parts["steps"] = _step_labels(step, rollouts, opened, found)
     found.evidence = Evidence(**parts)
-    found.rows += _records(batch, jobs, readings, parts)
+    found.rows += reading_rows(batch, jobs, readings, parts)
     return found
 
 
@@ -97,7 +97,7 @@ def _continuations(
             raise Lacking
         new = opened.continued(rollouts, missing, first, fresh_budget(method))
         probes.extend(new)
-        found.rows += [_probe_row(rollouts, probe, opened) for probe in new]
+        found.rows += [probe_row(rollouts, probe, opened.decode) for probe in new]
         found.measured += len(new)
 
     batch = Batch(rollouts, step.base, [], [], slice(0, len(rollouts)))
@@ -120,7 +120,7 @@ def _readings(
         if values is None:
             missing.append(job)
         else:
-            key = _key(batch, job.row, f"recorded/{job.kind}", step.number)
+            key = key_of(batch, job.row, f"recorded/{job.kind}", step.number)
             readings[job.kind, job.row] = Reading(key, torch.tensor(values, dtype=torch.float64))
     found.reused += len(readings)
     if missing:
@@ -161,18 +161,8 @@ def _step_labels(step: Step, rollouts: Rollouts, opened: Opened | None, found: G
 
 def _probe(batch: Batch, row: Row, step: int) -> Probe:
     """A recorded continuation."""
-    key = _key(batch, row["row"], "recorded", step)
+    key = key_of(batch, row["row"], "recorded", step)
     return Probe(
         row["row"], row["position"], row["m"], tuple(row["token_ids"]), row["text"] or "", row["reward"],
         cast(Finish, row["finish"]), bool(row["rescued"]), key,
     )  # fmt: skip
-
-
-def _probe_row(rollouts: Rollouts, probe: Probe, opened: Opened) -> dict[str, Any]:
-    """A continuation as the run's records have it."""
-    return {
-        "key": "/".join(map(str, vars(probe.key).values())), "kind": "continuations",
-        "group": rollouts.name(probe.row), "row": probe.row, "position": probe.position, "m": probe.m,
-        "token_ids": list(probe.token_ids), "text": opened.decode(probe.token_ids), "reward": probe.reward,
-        "verdict": verdict_of(probe.reward), "finish": probe.finish, "rescued": probe.rescued,
-    }  # fmt: skip

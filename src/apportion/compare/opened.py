@@ -161,7 +161,7 @@ class Opened:
         batch = self.batch(rollouts)
         for at in range(0, len(jobs), AT_ONCE):
             some = jobs[at : at + AT_ONCE]
-            found |= self._measurer._readings(batch, some, self.step.number)
+            found |= self._measurer.readings(batch, some, self.step.number)
             self.tick(len(some))
         return found
 

@@ -105,11 +105,11 @@ class Measurer:
             wave = [job for job in jobs if isinstance(job, Job)]
             found["continuations"], probes, gap = self.prober.measure(batch, wave, step)
         with trainer.clock.phase("probe"):
-            readings = self._readings(batch, [job for job in jobs if not isinstance(job, Job)], step)
-            found |= _evidence(batch, jobs, readings)
+            readings = self.readings(batch, [job for job in jobs if not isinstance(job, Job)], step)
+            found |= evidence_from(batch, jobs, readings)
             if "step_labels" in method.needs:
                 found["steps"] = self._step_labels(batch)
-        return Measurement(Evidence(**found), probes, gap, _records(batch, jobs, readings, found))
+        return Measurement(Evidence(**found), probes, gap, reading_rows(batch, jobs, readings, found))
 
     @property
     def cost(self) -> Cost:
@@ -119,8 +119,8 @@ class Measurer:
         # Sampling rollouts is no measuring.
         return spent - self.trainer.stream.cost if self.trainer.stream else spent
 
-    def _readings(self, batch: Batch, jobs: Sequence[AnyJob], step: int) -> dict[tuple[str, int], Reading]:
-        """(kind, row) → what was read, of all ranks."""
+    def readings(self, batch: Batch, jobs: Sequence[AnyJob], step: int) -> dict[tuple[str, int], Reading]:
+        """(kind, row) → what was read for jobs that are no continuations, of all ranks."""
         if self.scorer is None:
             return {}
         accelerator = self.trainer.accelerator
@@ -132,7 +132,7 @@ class Measurer:
             requests = {}
             rows = {}
             for job in asked:
-                key = _key(batch, job.row, run, step)
+                key = key_of(batch, job.row, run, step)
                 request = self._request(batch, job, key)
                 if request is not None:
                     requests[key], rows[key] = request, job.row
@@ -203,11 +203,12 @@ class Measurer:
         return StepLabels.from_verdicts(batch.rollouts, verdicts)
 
 
-def _key(batch: Batch, row: int, run: str, step: int) -> Key:
+def key_of(batch: Batch, row: int, run: str, step: int) -> Key:
+    """What is asked about a whole response; `run` starts its random streams."""
     return Key(run, step, batch.rollouts.name(row), batch.rollouts.sample[row], 0)
 
 
-def _evidence(
+def evidence_from(
     batch: Batch, jobs: Sequence[AnyJob], readings: dict[tuple[str, int], Reading]
 ) -> dict[str, Belief | Confidence | Importance | torch.Tensor]:
     """Field of `Evidence` → its record. A row without a reading had nothing to be asked about."""
@@ -236,7 +237,7 @@ def _evidence(
     return found
 
 
-def _records(
+def reading_rows(
     batch: Batch, jobs: Sequence[AnyJob], readings: dict[tuple[str, int], Reading], found: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """A row a state, or a response where a value a token was read (see `records.EVIDENCE`)."""
