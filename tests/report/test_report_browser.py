@@ -72,7 +72,7 @@ def test_a_token_tells_all_that_is_known_of_it(handmade, opened, tmp_path):
     page = opened(write_page(run.path, tmp_path / "page.html"))
     page.locator('[data-t="1"]').hover()
     told = page.locator("#token").inner_text()
-    for words in ("1 of 3", "22", "1.234 nats", "−0.693", "p 0.500", "+0.125", "−0.375", "−0.250"):
+    for words in ("Token 1 “ x”", "3 tokens", "22", "1.234 nats", "−0.693", "p 0.500", "+0.125", "−0.375", "−0.250"):
         assert words in told, words
     page.locator('[data-t="2"]').focus()
     assert "33" in page.locator("#token").inner_text()

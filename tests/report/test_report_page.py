@@ -247,7 +247,8 @@ def test_the_budget_keeps_the_most_instructive_groups_of_the_last_steps(run):
     assert {e["row"] for e in few.index["extremes"]} <= {r["row"] for r in kept}
     # A row that was asked for comes first, even of the group with nothing to tell.
     asked = shown(run, response=0, max_bytes=1)
-    assert asked.index["start"] == {"step": last, "row": 0} and {r["group"] for r in asked.responses()} == {0}
+    assert asked.index["start"] == {"step": last, "row": 0, "view": "response"}
+    assert {r["group"] for r in asked.responses()} == {0}
 
 
 def test_steps_are_the_last_ones_or_the_one_asked_for(run):
@@ -295,7 +296,7 @@ def test_a_step_without_responses_opens(tmp_path):
     run.log({"step": 1})
     for kind in ("rollouts", "evidence", "credit"):
         run.write(kind, 1, [])
-    assert assert_inert(html_of(run)).index["start"] == {"step": 1, "row": None}
+    assert assert_inert(html_of(run)).index["start"] == {"step": 1, "row": None, "view": "response"}
 
 
 def test_our_own_sources_hold_no_sink_and_no_address():

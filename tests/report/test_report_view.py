@@ -132,9 +132,33 @@ def test_continuations_that_agree_say_what_they_leave_open(handmade, segment):
     row = {"token_ids": [1, 2], "advantage": [0.5, -1.0], "segments": pieces, "reward": 0.0, "verdict": "wrong"}
     r = view_of(handmade([row], settings={"n0": 0}))["responses"][0]
     assert r["segments"][1]["chance"] == [0.51011, 1.0] and r["segments"][0]["chance"] == [None, None]
+    # Beta(5, 1), what 4 of 4 and a uniform prior leave, has variance 5/(6²·7), a standard deviation of .140859.
+    assert [s["stderr"] for s in r["segments"]] == [None, 0.14086]
+    assert [s["increment_stderr"] for s in r["segments"]] == [0.14086, 0.14086]
     assert r["reading"].endswith(
-        "V̂ went 1.00 → 0.00, −1.00 ± 0.00, and all 4 continuations agree, which leaves 0.51 to 1.00 open (95 %)."
+        "V̂ went 1.00 → 0.00 (4 of 4 continuations right before it), −1.00 ± 0.14, 7.1 standard errors, likely real."
     )
+
+
+def test_nothing_measured_has_no_error(handmade, segment):
+    # A response without a pivot: from μ to its reward, and neither end was measured.
+    row = {"token_ids": [1, 2], "segments": [segment(0, 2, 0.5, 0.5, 0, 0.5, 0)]}
+    (piece,) = view_of(handmade([row]))["responses"][0]["segments"]
+    assert piece["increment_stderr"] is None and piece["stderr"] is None and piece["noise"] is False
+
+
+def test_agreement_counts_with_its_shrinkage_when_noise_is_told(handmade, segment):
+    # M = n₀ = 4 halves .140859 to .070430. Before: 1 of 4, its .2165 halved to .10825. Together .12914.
+    pieces = [
+        segment(0, 1, 0.25, 0.375, math.sqrt(0.25 * 0.75 / 4), -0.125, 4), segment(1, 2, 0.0, 0.25, 0.0, -0.25, 4)
+    ]  # fmt: skip
+    row = {"token_ids": [1, 2], "advantage": [0.5, -1.0], "segments": pieces, "reward": 0.0, "verdict": "wrong"}
+    r = view_of(handmade([row]))["responses"][0]
+    assert r["segments"][0]["increment_stderr"] == 0.12914 and r["segments"][0]["noise"] is True
+    assert r["segments"][1]["increment_stderr"] == 0.07043 and r["segments"][1]["noise"] is False
+    # Rewards between 0 and 1 that are equal tell nothing of their spread.
+    even = segment(0, 2, 0.5, 0.5, 0.0, 0.5, 4)
+    assert view_of(handmade([{**row, "segments": [even]}], name="even"))["responses"][0]["segments"][0]["stderr"] == 0.0
 
 
 @pytest.mark.parametrize(

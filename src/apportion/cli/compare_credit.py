@@ -75,7 +75,7 @@ def compare_credit(
                 "other methods may see another base or evidence than the run did",
             )  # fmt: skip
     with Console(stderr=True).status("Writing the page"):
-        page = write_page(run, output or run / "page.html", step=step)
+        page = write_page(run, output or run / "page.html", step=step, view="methods")
     typer.echo(f"Page: {visible(str(page))}")
 
 

@@ -55,6 +55,7 @@ def snippet(r: Row, start: int, end: int) -> str:
 def segments(r: Row, c: Row) -> list[dict[str, Any]]:
     """The segments of a response with their values, increments and errors.
 
+    `stderr` is of `before` and null where nothing was measured there; `increment_stderr` is that of both ends together.
     `noise`: the increment is within one standard error. `chance`: Wilson's 95 % interval [ours] of the chance that
     `samples` continuations with mean `raw` show, for rewards from 0 to 1.
     """
@@ -62,29 +63,43 @@ def segments(r: Row, c: Row) -> list[dict[str, Any]]:
     settings = json.loads(c["settings"])
     # A pipeline has a table of settings a stage.
     n0 = max(each.get("n0", 0.0) for each in (settings, *settings.values()) if isinstance(each, dict))
-    # `stderr` is of the raw value; shrinking V̂ by M/(M + n₀) shrinks its error alike. The reward has none.
-    measured = [s["stderr"] * s["samples"] / (s["samples"] + n0) if s["samples"] else 0.0 for s in rows]
-    stderr = [*measured, 0.0]
+    # The reward has none.
+    stderr = [*(_error(s, n0) for s in rows), None]
     values = [s["shrunk"] for s in rows] + [r["reward"]]
     if not _telescopes(c):
         # Values of another kind than rewards, beliefs for example, do not end at the reward.
         values = [None, *(s["shrunk"] + s["increment"] for s in rows)]
-    # What continuations that agree still leave open; their standard error is 0.
     chance = wilson(*(np.array([s[name] for s in rows], dtype=np.float64) for name in ("raw", "samples")))
     views = []
     for k, s in enumerate(rows):
-        spread = math.hypot(stderr[k], stderr[k + 1])
+        ends = [error for error in stderr[k : k + 2] if error is not None]
+        spread = math.hypot(*ends) if ends else None
         start, end = int(s["start"]), int(s["end"])
         views.append(
             {
                 "start": start, "end": end, "raw": number(s["raw"]), "before": number(s["shrunk"]),
                 "after": number(values[k + 1]), "stderr": number(stderr[k]), "increment": number(s["increment"]),
-                "increment_stderr": number(spread), "noise": spread > 0 and abs(s["increment"]) <= spread,
+                "increment_stderr": number(spread), "noise": bool(spread) and abs(s["increment"]) <= spread,
                 "samples": int(s["samples"]), "chance": [chance["low"][k], chance["high"][k]],
                 "snippet": snippet(r, start, end),
             }
         )  # fmt: skip
     return views
+
+
+def _error(s: Row, n0: float) -> float | None:
+    """The standard error of a segment's shrunk value: shrinking by M/(M + n₀) shrinks the error alike.
+
+    M continuations that are all right, or all wrong, have a spread of 0, which is no certainty. There it is the
+    standard deviation of the chance given them and a uniform prior, √((M + 1)/((M + 2)²(M + 3))) [ours].
+    """
+    m = s["samples"]
+    if not m:
+        return None
+    spread = s["stderr"]
+    if spread == 0 and s["raw"] in (0.0, 1.0):
+        spread = math.sqrt((m + 1) / ((m + 2) ** 2 * (m + 3)))
+    return spread * m / (m + n0)
 
 
 def checks(c: Row, reward: float | None, pieces: Sequence[Row], trained: Sequence[float]) -> list[dict[str, Any]]:

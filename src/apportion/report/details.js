@@ -2,6 +2,8 @@
 
 function point(t) {
   if (t === state.shown) return;
+  // On narrow screens the card stands over the text, from when it is first asked for.
+  document.body.dataset.pointed = "";
   drawToken(t);
 }
 
@@ -16,13 +18,13 @@ function drawToken(t) {
   if (!r.length) return fill($("token"), el("h3", null, "Empty response"));
   const at = (name, digits) => (k[name] ? number(k[name][t], digits) : "–");
   const A = k.advantage[t], off = k.masked.includes(t);
-  const rows = [["position", `${t} of ${r.length}`], ["token id", k.id[t]],
+  const rows = [["of", plural(r.length, "token")], ["token id", k.id[t]],
     ["segment", s < 0 ? "–" : `${s + 1} of ${segments.length}`], ["entropy", `${at("entropy", 3)} nats`],
     ["old log-prob", `${at("logprob", 3)}${k.logprob && !off ? `  (p ${number(Math.exp(k.logprob[t]), 3)})` : ""}`]];
   const sum = [["base", signed(r.base, 3)], ...(k.weight ? [["× weight", at("weight", 3)]] : []),
     ["+ residual", k.residual ? signed(k.residual[t], 3) : "0"]];
   fill($("token"), 
-    el("h3", null, "Token ", el("code", { class: "glyph" }, el("bdi", null, glyph(k.text[t])))),
+    el("h3", null, `Token ${t} `, el("code", { class: "glyph" }, "“", el("bdi", null, glyph(k.text[t])), "”")),
     el("dl", null, rows.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value)))),
     el("dl", { class: "sum" }, sum.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value))),
       el("div", { class: `total ${A < 0 ? "neg" : "pos"}` }, el("dt", null, "= advantage A"), el("dd", null, signed(A, 3)))),
@@ -33,6 +35,7 @@ const glyph = (text) => (text === "" ? "(no text: end or part of a character)" :
 
 function choosePivot(position, move) {
   state.pivot = position;
+  remember("replaceState", placeNow());
   drawPivot();
   if (move) $("pivot").focus({ preventScroll: window.matchMedia("(min-width: 1100px)").matches });
 }
@@ -51,19 +54,21 @@ function drawPivot() {
   if (!s) return fill($("pivot"), el("h3", null, "No pivot here"), el("p", { class: "quiet" },
     "No continuation was sampled inside this response."));
   if (!s.samples) return fill($("pivot"), el("h3", null, `Start of segment ${k + 1}`), el("p", { class: "quiet" },
-    `Its value ${number(s.before)} is known and not measured: ${s.start ? "no continuation" : "the group’s mean reward μ"}.`));
+    s.start ? `Its value ${number(s.before)} was not measured by continuations.`
+      : `Its value ${number(s.before)} is μ, the mean reward of the group’s ${plural(state.step.groups[r.group].scored, "response")}, as the method has it; ` +
+        "no continuation was sampled there."));
   const lead = tokens.text.slice(Math.max(0, s.start - 40), s.start).join("").trimEnd().split("\n").pop();
   const [least, most] = s.chance;
   const agree = least === null ? null : el("p", { class: "quiet" },
-    `${s.stderr === 0 ? "All agree, which is not the same as no doubt: t" : "T"}he chance lies between ${number(least)} ` +
-    `and ${number(most)} (95 %, Wilson).`);
+    `Before this token the chance of success lies between ${number(least)} and ${number(most)} (95 %, Wilson)` +
+    `${s.raw === 0 || s.raw === 1 ? "; that all agree is no certainty." : "."}`);
   const shared = found && found.row !== r.row ? el("p", { class: "quiet" },
     `Measured on response ${found.row}, which opens with the same tokens.`) : null;
   fill($("pivot"), 
     el("h3", null, `Pivot ${k + 1}`, el("small", null, ` before token ${s.start}`)),
     found ? el("p", { class: "tally", "aria-hidden": "true" }, found.items.map((c) => verdict(c.verdict))) : null,
     el("p", null, `Mean of ${plural(s.samples, "continuation")} `, el("b", null, number(s.raw)),
-      s.raw === s.before ? "" : [", shrunk to ", el("b", null, number(s.before))], ` ± ${number(s.stderr)}`), agree, shared,
+      s.raw === s.before ? "" : [", shrunk towards μ to ", el("b", null, number(s.before))], ` ± ${number(s.stderr)}`), agree, shared,
     el("p", { class: "lead" }, el("bdi", null, `…${lead}`), " ▸"),
     found ? el("ol", { class: "continuations" }, alike(found.items).map(({ c, times }) => el("li", { class: c.verdict },
       el("header", null, verdict(c.verdict), ` ${c.verdict}`, c.verdict === "partial" ? ` ${short(c.reward)}` : "",
@@ -104,7 +109,7 @@ function drawScale() {
     return el("span", { class: `t ${hue}`, "--a": a, "aria-hidden": "true" }, "\u00a0");
   });
   fill($("scale"), el("span", null, `−${short(top)}`), el("span", { class: "cells" }, cells), el("span", null, `+${short(top)}`),
-    el("small", null, "saturates at the step’s 99th percentile"));
+    el("small", null, state.own ? "saturates at this response’s largest" : "saturates at the step’s 99th percentile"));
 }
 
 
@@ -140,6 +145,7 @@ function listen() {
   $("text").addEventListener("click", (e) => { const t = tokenOf(e); if (t !== null) focusToken(t); });
   $("text").addEventListener("keydown", moveInText);
   $("list").addEventListener("keydown", moveInList);
+  $("pivot").addEventListener("keydown", (e) => { if (e.key === "Escape" && state.pivot !== null) focusToken(state.pivot); });
   $("step").addEventListener("change", (e) => go({ step: Number(e.target.value) }));
   $("group").addEventListener("change", (e) => go({ row: mostTold(responsesOf(Number(e.target.value))).row }));
   $("row").addEventListener("change", (e) => chooseRow(e.target));
@@ -147,6 +153,7 @@ function listen() {
   for (const radio of document.getElementsByName("tint")) {
     radio.addEventListener("change", () => { state.tint = radio.value; drawResponseView(); });
   }
+  $("own").addEventListener("change", (e) => { state.own = e.target.checked; drawResponseView(); });
   // Width decides where lines break and how long the chart is; formulas that are set make a text longer.
   let width = 0, height = 0;
   new ResizeObserver(() => requestAnimationFrame(() => {

@@ -358,13 +358,15 @@ function laneSummary(members, group, x) {
   const names = isBinary(members) ? ["right", "wrong"] : ["above the mean", "below the mean"];
   const marks = isBinary(members) ? [MARK.correct, MARK.wrong] : ["▲", "▼"];
   const parting = widest(curves), lacking = names.filter((_, k) => !sides[k].length);
-  const said = lacking.length ? `No response that is ${lacking.join(" or ")} has a pivot, so there is nothing to compare here.`
+  // One response a side says nothing of its kind.
+  const few = sides.some((rows) => rows.length < 2);
+  const said = few && !lacking.length ? `${sides[0].length} ${names[0]} and ${sides[1].length} ${names[1]} have a pivot: too few to say where they part.` : lacking.length ? `No response that is ${lacking.join(" or ")} has a pivot, so there is nothing to compare here.`
     : parting === null ? "Their mean V̂ does not part before the rewards."
       : `They part most between ${where(parting.from)} and ${where(parting.to)}: ` +
         `the gap in mean V̂ goes from ${number(parting.before)} to ${number(parting.after)}.`;
   const out = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img",
     "aria-label": `Mean V̂ of responses with a pivot, ${names[0]} and ${names[1]}. ${said}` });
-  if (parting) out.append(svg("rect", { x: at(parting.from), y: top, width: at(parting.to) - at(parting.from), height: bottom - top, class: "parting" }));
+  if (parting && !few) out.append(svg("rect", { x: at(parting.from), y: top, width: at(parting.to) - at(parting.from), height: bottom - top, class: "parting" }));
   for (const v of [low, high]) {
     out.append(svg("line", { x1: at(0), x2: at(1), y1: y(v), y2: y(v), class: "grid" }),
       svg("text", { x: at(0) - 4, y: y(v) + 3.5, class: "lane-tick end" }, short(v)));

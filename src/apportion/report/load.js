@@ -4,7 +4,7 @@ let index = null;
 const VIEWS = {};
 // step and detail are chunks, response is its entry in the step's chunk.
 const state = { view: "response", step: null, response: null, detail: null, token: 0, pivot: null,
-  tint: "advantage", maths: true };
+  tint: "advantage", own: false, maths: true };
 
 const KEPT_CHUNKS = 200;
 const chunks = new Map();
@@ -38,4 +38,5 @@ const responsesOf = (group) => state.step.responses.filter((r) => r.group === gr
 // The response whose advantage differs most along its tokens.
 const mostTold = (rows) => rows.reduce((best, r) => (r.spread > best.spread ? r : best), rows[0]);
 const segmentAt = (segments, t) => segments.findIndex((s) => s.start <= t && t < s.end);
+const placeNow = () => address({ view: state.view, step: state.step.step, row: state.response?.row, pivot: state.pivot });
 const address = (to) => `#${new URLSearchParams(Object.entries(to).filter(([, v]) => v !== undefined && v !== null))}`;

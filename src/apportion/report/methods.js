@@ -55,16 +55,28 @@
     return el("div", { class: "compare-head" },
       el("h2", null, `Step ${step} under ${plural(names().length, "method")}`),
       el("div", { class: "compare-pick" }, pick(0, "Compare"), pick(1, "with"), here() && own ? chooser(p) : null),
-      el("p", { class: "reading" }, sentence(p)));
+      el("p", { class: "reading" }, here() && own ? [farthest(p), " "] : null, sentence(p)));
   }
 
   function sentence(p) {
-    if (p.rho.value === null) return `${p.first} and ${p.second} have no rank correlation: ${p.rho.missing}.`;
+    const signs = `They give ${percent(p.sign.value)} of the tokens another sign (0 is a sign of its own), ${percent(p.opposite)} opposite ones.`;
+    if (p.rho.value === null) return `Over the step, ${p.first} and ${p.second} have no rank correlation: ${p.rho.missing}. ${signs}`;
     const interval = p.rho.interval ? ` (95 % over prompts ${number(p.rho.interval[0])} … ${number(p.rho.interval[1])})` : "";
     const without = p.without ? ` In ${plural(p.without, "response")} one of the two is constant and ranks nothing.` : "";
-    return `${p.first} and ${p.second} order the tokens of a response with a rank correlation of ${number(p.rho.value)}${interval}, ` +
-      `the mean of ${plural(p.responses, "response")}. They give ${percent(p.sign.value)} of the tokens another sign ` +
-      `(0 is a sign of its own), ${percent(p.opposite)} opposite ones.${without}`;
+    return `Over the step, ${p.first} and ${p.second} order the tokens of a response with a rank correlation of ${number(p.rho.value)}${interval}, ` +
+      `the mean of ${plural(p.responses, "response")}. ${signs}${without}`;
+  }
+
+  // On the response at hand: the token where the two differ most, by rank where both vary, else by sign and size.
+  function farthest(p) {
+    const kept = trained();
+    if (!kept.length) return null;
+    const [a, b] = [p.first, p.second].map((name) => own[name].advantage);
+    const size = (t) => (a[t] * b[t] < 0 ? 1e6 : 0) + Math.abs(a[t] - b[t]);
+    const t = kept.reduce((most, each) => (size(each) > size(most) ? each : most));
+    const words = state.detail.tokens.text[t].trim() || "a space";
+    return [`On response ${state.response.row} they are farthest apart${a[t] * b[t] < 0 ? ", with opposite signs," : ""} at `,
+      el("a", { href: at(state.response.row, t) }, `token ${t}`), ` “`, el("bdi", null, words), `”: ${p.first} ${figure(a[t])}, ${p.second} ${figure(b[t])}.`];
   }
 
   // Three decimals; what they would make 0, as short as it can be told.
@@ -343,7 +355,7 @@
       el("p", { class: "quiet" }, "Tokens side by side with the same values are one entry; +n: as many more responses open with the same tokens and differ alike."),
       rows.length ? el("div", { class: "cmp-wide scroll", tabindex: 0, role: "region", "aria-label": "Where ranks differ most" }, el("table", null,
         el("thead", null, el("tr", null, ["response · token", "text", "ranks apart", "highest", "lowest"].map((words) => el("th", { scope: "col" }, words)))),
-        el("tbody", null, rows))) : el("p", null, "No two methods rank a token differently."));
+        el("tbody", null, rows))) : el("p", null, "No token has two ranks to compare: in every response at least one of each two methods is constant, or they agree."));
   }
 
   // Where each method's credit is from, and what it took.

@@ -3,7 +3,7 @@
 let ticket = 0;
 
 // Goes to a view, step, row and token; what is not named stays. The last call wins.
-async function go({ view = state.view, step = state.step?.step, row, token, pivot = null }) {
+async function go({ view = state.view, step = state.step?.step, row, token, pivot = null, how = "pushState" }) {
   const mine = (ticket += 1);
   const last = index.steps[index.steps.length - 1];
   const number_ = index.steps.includes(step) ? step : last;
@@ -13,11 +13,12 @@ async function go({ view = state.view, step = state.step?.step, row, token, pivo
   const response = rows.find((r) => r.row === row) || here || (rows.length ? mostTold(rows) : null);
   const detail = response === state.response ? state.detail : response && await load(`step-${number_}-row-${response.row}`);
   if (mine !== ticket) return;
-  const moved = response !== state.response;
+  const moved = response !== state.response, before = state.step && placeNow();
   Object.assign(state, { view: VIEWS[view]?.available() ? view : "response", step: chunk, response, detail });
-  if (moved) Object.assign(state, { token: 0, pivot });
+  if (moved || pivot !== null) Object.assign(state, { token: 0, pivot });
   if (token !== undefined) state.token = clamp(token, 0, Math.max(0, (response?.length || 1) - 1));
-  remember("replaceState", address({ view: state.view, step: number_, row: response?.row }));
+  // Another view, step or response is a place to come back to.
+  remember(placeNow() === before || !before ? "replaceState" : how, placeNow());
   await draw();
   if (token !== undefined && state.view === "response" && detail) laid.node(state.token)?.scrollIntoView({ block: "center" });
 }
@@ -65,12 +66,12 @@ function remember(how, to) {
 const asked = (hash) => {
   const found = Object.fromEntries(new URLSearchParams(hash.slice(1)));
   const whole = (text) => (/^\d{1,9}$/.test(text || "") ? Number(text) : undefined);
-  return { view: found.view, step: whole(found.step), row: whole(found.row), token: whole(found.token) };
+  return { view: found.view, step: whole(found.step), row: whole(found.row), token: whole(found.token), pivot: whole(found.pivot) ?? null };
 };
 
 async function visit(hash) {
   const to = asked(hash);
-  await go({ ...to, view: to.view || state.view }).catch(failed);
+  await go({ ...to, view: to.view || state.view, how: "replaceState" }).catch(failed);
 }
 
 function follow(e) {
@@ -105,7 +106,7 @@ if ($("index")) {
   index = JSON.parse($("index").textContent);
   drawSteps();
   const to = asked(location.hash);
-  go(to.step === undefined && to.row === undefined ? { ...index.start, view: to.view || "response" } : to).catch(failed);
+  go(to.step === undefined && to.row === undefined ? { ...index.start, view: to.view || index.start.view } : to).catch(failed);
 } else {
   startLive(apply);
 }

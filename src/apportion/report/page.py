@@ -41,6 +41,7 @@ def write_page(
     *,
     step: int | None = None,
     response: int | None = None,
+    view: str = "response",
     beside: Sequence[Source] = (),
     max_steps: int = MAX_STEPS,
     max_bytes: int = MAX_BYTES,
@@ -53,6 +54,7 @@ def write_page(
         out: the file to write; replaced as a whole.
         step: the only step to embed; the last `max_steps` where left out.
         response: row that the page opens at, in `step` or the last one; the most instructive where left out.
+        view: that the page opens at: response, group, methods or run.
         beside: runs whose learning curves are drawn beside.
         max_bytes: budget of the embedded responses, compressed; the most instructive groups come first, and the page
             says what was left out.
@@ -62,7 +64,7 @@ def write_page(
         InputError: no such run, step or row, or `out` cannot be written.
     """
     site = Site(open_source(run) if isinstance(run, Path) else run, beside)
-    index, chunks = pack(site, step, response, max_steps, max_bytes, progress)
+    index, chunks = pack(site, step, response, max_steps, max_bytes, progress, view)
     partial = out.with_name(out.name + ".part")
     try:
         partial.write_text(render(index, chunks), encoding="utf-8", newline="\n")
@@ -81,6 +83,7 @@ def pack(
     max_steps: int,
     max_bytes: int,
     progress: Progress = lambda words, done, of: None,
+    opens: str = "response",
 ) -> tuple[dict[str, Any], Chunks]:
     """The index of a page and its chunks, compressed, by key.
 
@@ -97,7 +100,7 @@ def pack(
     for number in reversed(chosen):
         view = site.step(number)
         if not start:
-            start = {"step": number, "row": start_row(view.summary, response)}
+            start = {"step": number, "row": start_row(view.summary, response), "view": opens}
         # The last step always shows a group, however large; an earlier one only what there is room for.
         room = max_bytes - sum(map(len, chunks.values()))
         rows, found = _fitting(view, room, start["row"] if not shown else None, progress)

@@ -42,18 +42,24 @@ def reading(response: Mapping[str, Any], segments: Sequence[Mapping[str, Any]], 
     where = f"segment {number}, “{piece['snippet']}”"
     return (
         f"{opening} Most was {'lost' if lost else 'won'} in {where}: "
-        f"V̂ went {fixed(piece['before'])} → {fixed(piece['after'])}, {signed(change)} ± {fixed(spread)}, "
-        f"{_sureness(change, spread, [s for s in segments[number - 1 : number + 1] if s['samples']])}."
+        f"V̂ went {fixed(piece['before'])} → {fixed(piece['after'])}{_counts(segments[number - 1 : number + 1])}, "
+        f"{signed(change)} ± {fixed(spread)}, {_sureness(change, spread)}."
     )
 
 
-def _sureness(change: float, spread: float, measured: Sequence[Mapping[str, Any]]) -> str:
-    """How far to trust a change. `measured`: the segments at its ends that open with continuations."""
+def _counts(ends: Sequence[Mapping[str, Any]]) -> str:
+    """How many continuations were right where a segment opens and where the next does, for rewards of 0 and 1."""
+    said = []
+    for s, where in zip(ends, ("before", "after"), strict=False):
+        right = (s["raw"] or 0.0) * s["samples"]
+        if s["samples"] and 0 <= right <= s["samples"] and abs(right - round(right)) < 1e-3 * s["samples"]:
+            said.append(f"{round(right)} of {s['samples']} continuations right {where} it")
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _sureness(change: float, spread: float | None) -> str:
     if not spread:
-        if not measured or None in measured[0]["chance"]:
-            return "and its continuations showed no spread"
-        low, high = map(fixed, measured[0]["chance"])
-        return f"and all {measured[0]['samples']} continuations agree, which leaves {low} to {high} open (95 %)"
+        return "with no spread seen" if spread == 0 else "with nothing measured at its ends"
     ratio = abs(change) / spread
     if ratio <= 1:
         return "within one standard error, so it may be noise"

@@ -9,7 +9,11 @@ const creditAt = () => {
   const base = state.tint === "moved" ? state.response.base : 0;
   return (t) => (gone.has(t) ? 0 : advantage[t] - base);
 };
-const scaleNow = () => state.step.scale[state.tint];
+// The largest credit of the response itself, or what the step's colours saturate at.
+function scaleNow() {
+  const { low, high, base } = state.response ?? {}, less = state.tint === "moved" ? base : 0;
+  return (state.own && Math.max(Math.abs(low - less), Math.abs(high - less))) || state.step.scale[state.tint];
+}
 const segmentOf = (t) => segmentAt(state.detail.segments, t);
 
 function drawResponseView() {
@@ -39,8 +43,9 @@ function drawChooser() {
   fill($("group-note"),
     el("span", null, `μ ${number(group.mean)}`),
     el("span", null, group.collapsed ? "" : `σ + ε ${number(r.divisor)}`),
-    el("span", null, plural(members.reduce((n, m) => n + m.pivots, 0), "pivot")),
+    el("span", null, `${plural(group.spent.pivots, "state")} probed`),
     group.collapsed ? el("strong", { class: "flat" }, "σ = 0: rewards are equal, nothing to compare") : null);
+  $("prompt").closest("details").open ||= group.prompt.length < 400;
   $("prompt").textContent = group.prompt + (group.gold ? `\n\ngold answer: ${group.gold}` : "");
   fill($("list"),
     el("div", { class: "row head", "aria-hidden": "true" },
@@ -72,8 +77,9 @@ function drawResponse() {
   const r = state.response, { checks } = state.detail;
   fill($("response-title"), `Response ${r.row} `, verdict(r.verdict),
     el("small", null, `reward ${short(r.reward)} · ${plural(r.length, "token")} · ${plural(r.pivots, "pivot")} · ` +
-      `base advantage ${signed(r.base)}${r.finish === "length" ? " · cut at the length limit" : ""}`));
-  fill($("reading"), r.reading, !r.pivots && r.why ? el("span", { class: "quiet" }, ` No pivot: ${r.why}.`) : null);
+      `base advantage ${signed(r.base)}${r.finish === "length" ? " · cut at the length limit" : ""} · ` +
+      `step ${state.step.step}, group ${state.step.groups[r.group].name}`));
+  fill($("reading"), r.reading, r.pivots || !r.why || r.reading.includes(r.why.split(":")[0]) ? null : el("span", { class: "quiet" }, ` Why no pivot: ${r.why}.`));
   drawChart();
   drawText();
   drawSegments();
@@ -135,11 +141,11 @@ function placeGutter() {
 function drawSegments() {
   const { segments, tokens } = state.detail;
   if (!segments.length) return fill($("segments"));
-  const head = ["", "tokens", "text", "V̂ before → after", "increment ± SE", "continuations", "A"];
+  const head = ["", "tokens", "text", "V̂ before → after", "increment ± SE", "continuations before it", "A"];
   const ruined = segments.reduce((worst, s) => (Math.abs(s.increment) > Math.abs(worst.increment) ? s : worst));
   fill($("segments"), el("details", { open: segments.length <= 12 }, el("summary", null, "Segments"),
     el("table", null, el("thead", null, el("tr", null, head.map((h) => el("th", { scope: "col" }, h)))),
-      el("tbody", null, segments.map((s, k) => el("tr", { class: s === ruined ? "most" : "" }, el("th", { scope: "row" }, k + 1),
+      el("tbody", null, segments.map((s, k) => el("tr", { class: s === ruined ? "most" : "", click: () => choosePivot(s.start) }, el("th", { scope: "row" }, k + 1),
         el("td", null, `${s.start}–${s.end - 1}`), el("td", { class: "snippet" }, el("bdi", null, s.snippet)),
         el("td", null, `${number(s.before)} → ${number(s.after)}`),
         el("td", { class: s.noise ? "hatched" : "" }, `${signed(s.increment)} ± ${number(s.increment_stderr)}`,

@@ -136,7 +136,7 @@ class Site:
         if extreme is None:
             extreme = [each for number in steps[-LAST:] for each in self.extremes(number)]
         if start is None and steps:
-            start = {"step": steps[-1], "row": start_row(self.step(steps[-1]).summary, None)}
+            start = {"step": steps[-1], "row": start_row(self.step(steps[-1]).summary, None), "view": "response"}
         return {
             "schema": SCHEMA, "name": self.name, "live": self.live,
             "steps": list(steps), "start": start, "config": _config(self.source.path),

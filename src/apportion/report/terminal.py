@@ -149,9 +149,9 @@ def strips(response: Response, width: int) -> list[Text]:
     every = [v for v in [*values, *(s["before"] for s in known)] if v is not None]
     lines = [_strip("V̂", values, min(0.0, *every), max(1.0, *every), f"{fixed(ends[0])} → {fixed(ends[1])}")]
     if (entropy := response["tokens"]["entropy"]) is not None:
-        means = [_mean(entropy[a : max(b, a + 1)]) for a, b in pairwise(edges)]
-        top = max((m for m in means if m is not None), default=0.0)
-        lines.append(_strip("entropy", means, 0.0, top or 1.0, f"to {fixed(top)} nats"))
+        highest = [max(_known(entropy[a : max(b, a + 1)]), default=None) for a, b in pairwise(edges)]
+        top = max(_known(highest), default=0.0)
+        lines.append(_strip("entropy", highest, 0.0, top or 1.0, f"to {fixed(top)} nats"))
     return lines
 
 
@@ -160,9 +160,8 @@ def _strip(name: str, values: Sequence[float | None], low: float, high: float, n
     return Text.assemble((name + " " * (8 - cell_len(name)), "bold"), bars, (f" {note}", "dim"))
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [v for v in values if v is not None]
 
 
 def _print_segments(console: Console, response: Response, palette: Palette) -> None:
