@@ -148,13 +148,13 @@ def test_nothing_measured_has_no_error(handmade, segment):
 
 
 def test_agreement_counts_with_its_shrinkage_when_noise_is_told(handmade, segment):
-    # M = n₀ = 4 halves .140859 to .070430. Before: 1 of 4, its .2165 halved to .10825. Together .12914.
+    # M = n₀ = 4 halves .140859 to .070430. Before: 1 of 4, its .2165 halved to .10825. Together √(.0049603 + .0117188) = .129148.
     pieces = [
         segment(0, 1, 0.25, 0.375, math.sqrt(0.25 * 0.75 / 4), -0.125, 4), segment(1, 2, 0.0, 0.25, 0.0, -0.25, 4)
     ]  # fmt: skip
     row = {"token_ids": [1, 2], "advantage": [0.5, -1.0], "segments": pieces, "reward": 0.0, "verdict": "wrong"}
     r = view_of(handmade([row]))["responses"][0]
-    assert r["segments"][0]["increment_stderr"] == 0.12914 and r["segments"][0]["noise"] is True
+    assert r["segments"][0]["increment_stderr"] == 0.12915 and r["segments"][0]["noise"] is True
     assert r["segments"][1]["increment_stderr"] == 0.07043 and r["segments"][1]["noise"] is False
     # Rewards between 0 and 1 that are equal tell nothing of their spread.
     even = segment(0, 2, 0.5, 0.5, 0.0, 0.5, 4)

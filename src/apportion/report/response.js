@@ -151,7 +151,7 @@ function drawSegments() {
         el("td", { class: s.noise ? "hatched" : "" }, `${signed(s.increment)} ± ${number(s.increment_stderr)}`,
           s.noise ? el("em", null, " noise?") : ""),
         el("td", null, s.samples ? el("button", { type: "button", click: () => choosePivot(s.start, true) }, s.samples)
-          : "known"),
+          : s.start ? "–" : "μ"),
         el("td", null, signed(tokens.advantage[s.start]))))))));
 }
 

@@ -24,14 +24,14 @@ VIEWS.run = (() => {
       checked: value === chosen[name], autocomplete: "off", change: () => { chosen[name] = value; pick(); } }), ` ${words}`)));
 
   function make() {
-    parts = { legend: el("ul", { class: "kinds" }), note: el("p", { class: "quiet" }), key: el("div", { class: "curves" }),
+    parts = { summary: el("ul", { class: "summary" }), legend: el("ul", { class: "kinds" }), note: el("p", { class: "quiet" }), key: el("div", { class: "curves" }),
       rest: el("div", { class: "curves" }), restTitle: el("summary"), time: el("section"), tokens: el("section"),
       axis: choice("axis", "Over", AXIS, draw), head: el("tr"), body: el("tbody"), told: el("p", { class: "quiet" }) };
     parts.more = el("details", { class: "more", toggle: draw }, parts.restTitle, parts.rest);
     parts.by = choice("by", "Ranked by", SIZE, () => { Object.assign(chosen, { column: "rank", down: false }); draw(); });
     fill(parts.head, COLUMNS.map(([name, words]) => el("th", { scope: "col" },
       el("button", { type: "button", click: () => sort(name) }, words))));
-    fill($("view-run"), el("section", { class: "panel" }, el("h2", null, "Learning curves"), parts.axis, parts.legend, parts.note, parts.key),
+    fill($("view-run"), el("section", { class: "panel" }, el("h2", null, "Learning curves"), parts.summary, parts.axis, parts.legend, parts.note, parts.key),
       el("div", { class: "panels" }, parts.time, parts.tokens), el("section", { class: "panel" }, parts.more),
       el("section", { class: "panel" }, el("h2", null, "Most extreme credits"), parts.by, parts.told,
         el("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Most extreme credits" }, el("table", { class: "extremes" }, el("thead", null, parts.head), parts.body))));
@@ -50,6 +50,9 @@ VIEWS.run = (() => {
     const runs = curves.kinds.map(({ label, runs: own }) => [label, own]);
     if (fresh("legend", runs)) fill(parts.legend, curves.kinds.map((kind, k) => el("li", null, swatch(k), " ", el("b", null, kind.label),
       el("span", { class: "quiet" }, ` ${seedsOf(kind)}`))));
+    if (fresh("summary", runs, curves.kinds.map(({ spent }) => spent), curves.curves.find(accuracy))) {
+      fill(parts.summary, curves.kinds.map((kind, k) => el("li", null, ...summary(curves, kind, k))));
+    }
     if (fresh("note", runs, curves.averaged)) parts.note.textContent = words(curves);
     const predicted = new Map(curves.curves.filter(({ name }) => name.startsWith("predicted/")).map((c) => [c.name.slice(10), c]));
     const drawn = curves.curves.filter(({ name }) => !name.startsWith("predicted/"));
@@ -63,6 +66,23 @@ VIEWS.run = (() => {
     if (fresh("time", runs, index.beside, curves.kinds.map(({ phases }) => phases))) drawTime(curves.kinds);
     if (fresh("tokens", runs, curves.kinds.map(({ spent }) => spent))) drawTokens(curves.kinds);
     if (fresh("extremes", index.extremes, chosen.by, chosen.column, chosen.down)) drawExtremes();
+  }
+
+  // --- in a sentence ----------------------------------------------------------------------------------------------
+
+  const accuracy = ({ name }) => name === "evaluation/accuracy";
+
+  // What a kind of run came to and what it took, each seed's end averaged.
+  function summary(curves, kind, k) {
+    const ends = (curves.curves.find(accuracy)?.kinds[k]?.runs || []).filter((y) => y?.length > 1).map((y) => [y[0], y[y.length - 1]]);
+    const mean = (list) => list.reduce((sum, v) => sum + v, 0) / list.length;
+    const of = (name) => kind.runs.map((run) => run[name]).filter((v) => v !== null && v !== undefined);
+    const { rollouts, probes } = kind.spent || {}, seconds = of("seconds");
+    const parts_ = [ends.length && `held-out accuracy ${number(mean(ends.map(([a]) => a)), 3)} → ${number(mean(ends.map(([, b]) => b)), 3)}`,
+      of("step").length && `${short(mean(of("step")))} steps`,
+      rollouts && `${short(rollouts + (probes || 0))} generated tokens${probes ? ` (${short(rollouts)} in rollouts, ${short(probes)} in probes)` : ""}`,
+      seconds.length && `${short(mean(seconds))} s of training`].filter(Boolean);
+    return [el("b", null, kind.label), `: ${parts_.join(", ")}; ${kind.runs.length === 1 ? "one seed" : `means of ${kind.runs.length} seeds`}.`];
   }
 
   // --- learning curves --------------------------------------------------------------------------------------------
