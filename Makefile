@@ -4,6 +4,7 @@
 # make benchmarks   speed and memory as ratios, into benchmarks/fresh, set against the committed ones; SETS=FOLDER adds
 #              grading
 # make nightly   the vLLM engine against a real vLLM on the CPU, in an environment of its own
+# make pictures   the pictures of the page in docs/, from a demo run of their own
 # make papers   write docs/papers.md from the method registry
 # make evidence   the slow tests and measurements; results land in evidence/
 
@@ -13,9 +14,9 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-BENCHMARKS := continuations scoring credit_maths step cost_model $(if $(SETS),grading)
+BENCHMARKS := continuations scoring credit_maths step cost_model $(if $(shell command -v chromium),page) $(if $(SETS),grading)
 
-.PHONY: demo test evidence benchmarks nightly papers smol clean
+.PHONY: demo test evidence benchmarks nightly pictures papers smol clean
 
 demo: $(READY)
 	$(BIN)/apportion demo
@@ -41,6 +42,11 @@ benchmarks: $(READY)
 
 nightly: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest tests/engines/test_vllm_*.py tests/measure/test_gap.py
+
+pictures: $(READY)
+	$(BIN)/apportion demo --seeds 3 --tokens 120000 -o runs/pictures
+	$(BIN)/apportion compare-credit runs/pictures/probepo-0 --methods probepo,vineppo,ep_grpo,grpo
+	$(BIN)/python scripts/make_pictures.py runs/pictures
 
 papers: $(READY)
 	$(BIN)/python scripts/make_papers.py
