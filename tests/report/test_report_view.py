@@ -148,7 +148,8 @@ def test_nothing_measured_has_no_error(handmade, segment):
 
 
 def test_agreement_counts_with_its_shrinkage_when_noise_is_told(handmade, segment):
-    # M = n₀ = 4 halves .140859 to .070430. Before: 1 of 4, its .2165 halved to .10825. Together √(.0049603 + .0117188) = .129148.
+    # M = n₀ = 4 halves .140859 to .070430. Before: 1 of 4, its .216506 halved to .108253. Both together are
+    # √(.0049603 + .0117188) = .129148.
     pieces = [
         segment(0, 1, 0.25, 0.375, math.sqrt(0.25 * 0.75 / 4), -0.125, 4), segment(1, 2, 0.0, 0.25, 0.0, -0.25, 4)
     ]  # fmt: skip
