@@ -223,3 +223,22 @@ def test_a_pipelines_stage_keeps_its_shrinkage(handmade, segment):
     (r,) = view_of(run)["responses"]
     assert r["segments"][1]["stderr"] == pytest.approx(0.1)
     assert any("increments" in check["name"] for check in r["checks"])
+
+
+@pytest.mark.parametrize(
+    "broken, field",
+    [
+        ({"char_start": [0]}, "char_start: got 1 values; expected 2"),
+        ({"entropy": [0.1] * 3}, "entropy"),
+        ({"advantage": [1.0]}, "advantage"),
+        ({"segments": [(0, 3, 4)]}, r"segments\[0\]: got 0 to 3"),
+        ({"segments": [(0, 1, 4), (2, 1, 4)]}, r"segments\[1\]"),
+        ({"segments": [(-1, 2, 4)]}, "segments"),
+        ({"segments": [(0, 2, float("nan"))]}, "segments"),
+    ],
+)
+def test_a_record_whose_parts_do_not_fit_is_one_clear_error(handmade, segment, broken, field):
+    if "segments" in broken:
+        broken = {"segments": [segment(a, b, 0.5, 0.5, 0.1, 0.0, m) for a, b, m in broken["segments"]]}
+    with pytest.raises(InputError, match=f"step 1, row 0: {field}"):
+        view_of(handmade([{"token_ids": [1, 2], "text": "ab", "char_start": [0, 1], **broken}]))

@@ -21,7 +21,7 @@ function valueChart(r, creditAt, scale, width, on) {
   const right = width - PAD.right;
   const x = (t) => PAD.left + (t / T) * (right - PAD.left);
   const known = r.segments.filter((s) => s.before !== null);
-  const values = [0, 1, r.reward, r.mean, ...known.flatMap((s) => [s.before - s.stderr, s.before + s.stderr])]
+  const values = [0, 1, r.reward, r.mean, ...known.flatMap((s) => [s.before - s.stderr, s.before + s.stderr, s.after])]
     .filter((v) => v !== null);
   const low = Math.min(...values), high = Math.max(...values);
   const y = (v) => PAD.top + (1 - (v - low) / (high - low)) * PAD.value;
@@ -144,7 +144,7 @@ function entropyArea(r, x, top, right) {
 // A response as one strip of credit less `base`, for a list.
 function strip(r, base, scale) {
   const parts = r.strip.map(([start, end, value]) => {
-    const { a, hue } = tintOf(value - base, scale);
+    const { a, hue } = tintOf(value === null ? 0 : value - base, scale);
     return svg("rect", { x: start, y: 0, width: end - start, height: 1, class: `band ${hue}`, "--a": a });
   });
   const cuts = r.values.filter(([start, , , samples]) => samples && start).map(([start]) =>

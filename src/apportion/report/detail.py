@@ -110,7 +110,8 @@ def checks(c: Row, reward: float | None, pieces: Sequence[Row], trained: Sequenc
     """
     found = []
     if trained and conserves(c["method"]) == "token_mean":
-        found.append(_check("token mean of A = base", math.fsum(trained) / len(trained), c["base"]))
+        total = math.fsum(trained) if all(map(math.isfinite, trained)) else math.nan
+        found.append(_check("token mean of A = base", total / len(trained), c["base"]))
     known = [s["shrunk"] for s in c["segments"] or [] if _finite(s["shrunk"])]
     if known and _finite(reward) and _telescopes(c):
         total = math.fsum(s["increment"] for s in c["segments"])

@@ -20,7 +20,7 @@ function drawToken(t) {
   const A = k.advantage[t], off = k.masked.includes(t);
   const rows = [["of", plural(r.length, "token")], ["token id", k.id[t]],
     ["segment", s < 0 ? "–" : `${s + 1} of ${segments.length}`], ["entropy", `${at("entropy", 3)} nats`],
-    ["old log-prob", `${at("logprob", 3)}${k.logprob && !off ? `  (p ${number(Math.exp(k.logprob[t]), 3)})` : ""}`]];
+    ["old log-prob", `${at("logprob", 3)}${k.logprob && k.logprob[t] !== null && !off ? `  (p ${number(Math.exp(k.logprob[t]), 3)})` : ""}`]];
   const sum = [["base", signed(r.base, 3)], ...(k.weight ? [["× weight", at("weight", 3)]] : []),
     ["+ residual", k.residual ? signed(k.residual[t], 3) : "0"]];
   fill($("token"), 
@@ -90,14 +90,14 @@ function alike(items) {
 }
 
 const check = (text, error) => {
-  const good = error <= 1e-4;
+  const good = error !== null && error <= 1e-4;
   return el("li", { class: good ? "good" : "bad" }, good ? "✓ " : "✗ ", text, el("small", null, ` error ${short(error)}`));
 };
 
 function drawInvariants() {
   const found = Object.entries(state.step.invariants);
   fill($("invariants"), el("h3", null, "Laws, largest error of the step"),
-    found.length ? el("ul", { class: "checks" }, found.map(([name, error]) => check(state.step.laws[name] || name, error)))
+    found.length ? el("ul", { class: "checks" }, found.map(([name, error]) => check(Object.hasOwn(state.step.laws, name) ? state.step.laws[name] : name, error)))
       : el("p", { class: "quiet" }, "This method declares none."),
     el("p", { class: "quiet" }, Object.entries(state.step.counts).map(([name, n]) => `${name.replaceAll("_", " ")} ${n}`).join(" · ")));
 }
@@ -115,15 +115,17 @@ function drawScale() {
 
 // --- keyboard and pointer -----------------------------------------------------------------------------------
 
-function focusToken(t) {
+// One token of the text is in the tab order: the one the reader is at, however he came there.
+function standAt(t) {
   const before = laid.node(state.token);
   if (before) before.tabIndex = -1;
   state.token = clamp(t, 0, state.response.length - 1);
   const node = laid.node(state.token);
-  if (!node) return;
-  node.tabIndex = 0;
-  node.focus();
+  if (node) node.tabIndex = 0;
+  return node;
 }
+
+const focusToken = (t) => standAt(t)?.focus();
 
 function moveInText(e) {
   if (!e.target.classList.contains("t")) return;
@@ -141,13 +143,13 @@ const tokenOf = (e) => (e.target.dataset?.t === undefined ? null : Number(e.targ
 function listen() {
   $("text").addEventListener("pointerover", (e) => { const t = tokenOf(e); if (t !== null) point(t); });
   $("text").addEventListener("pointerleave", () => point(state.token));
-  $("text").addEventListener("focusin", (e) => { const t = tokenOf(e); if (t !== null) { state.token = t; point(t); } });
+  $("text").addEventListener("focusin", (e) => { const t = tokenOf(e); if (t !== null) { standAt(t); point(t); } });
   $("text").addEventListener("click", (e) => { const t = tokenOf(e); if (t !== null) focusToken(t); });
   $("text").addEventListener("keydown", moveInText);
   $("list").addEventListener("keydown", moveInList);
   $("pivot").addEventListener("keydown", (e) => { if (e.key === "Escape" && state.pivot !== null) focusToken(state.pivot); });
-  $("step").addEventListener("change", (e) => go({ step: Number(e.target.value) }));
-  $("group").addEventListener("change", (e) => go({ row: mostTold(responsesOf(Number(e.target.value))).row }));
+  $("step").addEventListener("change", (e) => go({ step: Number(e.target.value) }).catch(failed));
+  $("group").addEventListener("change", (e) => go({ row: mostTold(responsesOf(Number(e.target.value))).row }).catch(failed));
   $("row").addEventListener("change", (e) => chooseRow(e.target));
   $("maths").addEventListener("change", (e) => { state.maths = e.target.checked; drawText(); drawToken(state.token); });
   for (const radio of document.getElementsByName("tint")) {
@@ -174,5 +176,5 @@ function chooseRow(input) {
   const there = input.value !== "" && rows.includes(row);
   input.setCustomValidity(there ? "" : `No response ${input.value} in this step: ${Math.min(...rows)} to ${Math.max(...rows)}`);
   input.reportValidity();
-  if (there) go({ row });
+  if (there) go({ row }).catch(failed);
 }

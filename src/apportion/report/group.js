@@ -259,7 +259,7 @@ function lanePlot(r, group, x, pivots) {
   const base = state.tint === "moved" ? r.base : 0, scale = state.step.scale[state.tint];
   const out = svg("svg", { viewBox: `0 0 ${W} ${H}`, class: "lane-svg" });
   for (const [start, end, value] of r.strip) {
-    const { a, hue } = tintOf((value ?? 0) - base, scale), width = Math.max(0.5, at(end) - at(start));
+    const { a, hue } = tintOf(value === null ? 0 : value - base, scale), width = Math.max(0.5, at(end) - at(start));
     out.append(svg("rect", { x: at(start), y: 2, width, height: H - 4, class: `band ${hue}`, "--a": a }),
       svg("line", { x1: at(start), x2: at(end), y1: H - 2, y2: H - 2, class: `edge ${hue}`, "--a": a }));
   }

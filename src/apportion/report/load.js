@@ -25,7 +25,7 @@ function load(key) {
 
 async function unpack(key) {
   // The page draws while the rest of it is still being read.
-  if (!$(key) && document.readyState === "loading") {
+  if (!$(key)?.nextSibling && document.readyState === "loading") {
     await new Promise((done) => document.addEventListener("DOMContentLoaded", done, { once: true }));
   }
   const node = $(key);

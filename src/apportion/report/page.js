@@ -14,7 +14,7 @@ async function go({ view = state.view, step = state.step?.step, row, token, pivo
   const detail = response === state.response ? state.detail : response && await load(`step-${number_}-row-${response.row}`);
   if (mine !== ticket) return;
   const moved = response !== state.response, before = state.step && placeNow();
-  Object.assign(state, { view: VIEWS[view]?.available() ? view : "response", step: chunk, response, detail });
+  Object.assign(state, { view: Object.hasOwn(VIEWS, view) && VIEWS[view].available() ? view : "response", step: chunk, response, detail });
   if (moved || pivot !== null) Object.assign(state, { token: 0, pivot });
   if (token !== undefined) state.token = clamp(token, 0, Math.max(0, (response?.length || 1) - 1));
   // Another view, step or response is a place to come back to.

@@ -70,6 +70,7 @@ def write_page(
         partial.write_text(render(index, chunks), encoding="utf-8", newline="\n")
         os.replace(partial, out)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise InputError(
             "out", f"{out}: {error.strerror}", "a file that can be written in a folder that exists"
         ) from None

@@ -11,6 +11,8 @@ def fixed(value: float | None, digits: int = 2) -> str:
     """A number as the page prints it: halves away from 0, as toFixed does; – where there is none."""
     if value is None:
         return "–"
+    if abs(value) >= 1e15:
+        return f"{value:.{digits}e}".replace("-", "−")
     return str(Decimal(value).quantize(Decimal(10) ** -digits, ROUND_HALF_UP)).replace("-", "−")
 
 
@@ -27,11 +29,11 @@ def reading(response: Mapping[str, Any], segments: Sequence[Mapping[str, Any]], 
     opening = f"Reward {reward:g} where the group averages {fixed(mean)}."
     if collapsed and not response["spread"]:
         return f"{opening} σ = 0: all rewards of its group are equal, so every token gets {signed(base)}."
-    pieces = [s for s in segments if s["before"] is not None and s["after"] is not None]
+    pieces = [s for s in segments if None not in (s["before"], s["after"], s["increment"])]
     if not response["spread"]:
         why = "No pivot fell into it: every" if segments else "Every"
         return f"{opening} {why} token gets the base advantage {signed(base)}."
-    if len(pieces) < 2:
+    if len(pieces) < 2 or mean is None:
         low, high = signed(response["low"]), signed(response["high"])
         return f"{opening} Advantages run from {low} to {high} around the base {signed(base)}."
     lost = reward < mean

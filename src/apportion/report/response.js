@@ -39,6 +39,7 @@ function drawChooser() {
   if (!r) return;
   $("group").value = r.group;
   $("row").value = r.row;
+  $("row").setCustomValidity("");
   const group = step.groups[r.group], members = responsesOf(r.group);
   fill($("group-note"),
     el("span", null, `μ ${number(group.mean)}`),
@@ -54,7 +55,7 @@ function drawChooser() {
       class: "row", role: "option", id: `row-${m.row}`, "aria-selected": String(m === r),
       "aria-label": `Response ${m.row}, ${m.verdict}, reward ${number(m.reward)}, ${m.length} tokens, ` +
         `${plural(m.pivots, "pivot")}, base advantage ${signed(m.base)}`,
-      click: () => go({ row: m.row }),
+      click: () => go({ row: m.row }).catch(failed),
     }, el("span", null, m.row), el("span", null, verdict(m.verdict), m.verdict === "partial" ? short(m.reward) : ""),
       el("span", null, m.length, m.finish === "length" ? el("i", { title: "cut at the length limit" }, "✂") : ""),
       el("span", null, m.pivots), el("span", null, signed(m.base)),
@@ -67,7 +68,9 @@ async function moveInList(e) {
   if (!jump || !state.response) return;
   e.preventDefault();
   const members = responsesOf(state.response.group);
-  await go({ row: members[clamp(members.indexOf(state.response) + jump, 0, members.length - 1)].row });
+  const { row } = members[clamp(members.indexOf(state.response) + jump, 0, members.length - 1)];
+  // Walking down a list leaves no trail of places to come back to.
+  await go({ row, how: "replaceState" }).catch(failed);
   $(`row-${state.response.row}`).scrollIntoView({ block: "nearest" });
 }
 
@@ -121,7 +124,8 @@ function placeGutter() {
   const box = $("text").getBoundingClientRect(), rects = laid.marks.map((mark) => mark.getBoundingClientRect());
   let free = 0;
   const parts = segments.flatMap((s, k) => {
-    const top = rects[k].top - box.top, next = rects[k + 1];
+    if (!rects[k]) return []; // it opens where another one does, or behind the text
+    const top = rects[k].top - box.top, next = rects.slice(k + 1).find(Boolean);
     // A segment ends above the line on which the next one opens, unless that one opens in the middle of it.
     const end = !next ? box.bottom : next.left - box.left < 40 ? next.top : next.bottom;
     const at = Math.max(top - 2, free), { a, hue } = tintOf(credit(s.start), scale);

@@ -64,6 +64,10 @@ function closingBrace(text, from) {
   return -1;
 }
 
+// Colour means credit here, and the policy refuses the style attributes that these would set.
+const PLAIN = { "\\color": "\\@secondoftwo{#1}{}", "\\textcolor": "\\@secondoftwo{#1}{#2}", "\\colorbox": "\\@secondoftwo{#1}{\\text{#2}}",
+  "\\fcolorbox": "\\@secondoftwo{#1#2}{\\fbox{#3}}", "\\pmb": "\\boldsymbol{#1}" };
+
 // A formula as MathML, which browsers set by themselves; null where it is no LaTeX that the library knows, or has a
 // link, a picture or HTML in it: that stays as it was written.
 function setFormula(tex, display) {
@@ -71,7 +75,7 @@ function setFormula(tex, display) {
   const trust = () => { throw new Error("no links, pictures or HTML"); };
   try {
     katex.render(tex, box, { output: "mathml", displayMode: display, trust, strict: "ignore",
-      maxExpand: 200, maxSize: 20, throwOnError: true });
+      maxExpand: 200, maxSize: 20, throwOnError: true, macros: { ...PLAIN } });
   } catch {
     return null;
   }

@@ -110,12 +110,12 @@ function cutUp(text, starts, maths) {
     if (starts.has(t)) out.push({ mark: starts.get(t) });
     while (next < found.length && found[next].end <= startOf(t)) next += 1;
     const region = found[next];
-    if (region?.kind === "math" && maths && region.start < ends[t]) {
+    if (region?.kind === "math" && maths && startOf(t) <= region.start && region.start < ends[t]) {
       let to = t + 1;
       while (to < text.length && startOf(to) < region.end) to += 1;
       // What a segment's start would cut stays as it was written, and so does what shares a token with the next one.
       const cut = Array.from({ length: to - t - 1 }, (_, i) => t + 1 + i).some((i) => starts.has(i));
-      const shared = region.start < startOf(t) || found[next + 1]?.start < ends[to - 1];
+      const shared = found[next + 1]?.start < ends[to - 1];
       if (!cut && !shared) {
         out.push({ from: t, to, formula: { ...region, head: whole.slice(startOf(t), region.start), tail: whole.slice(region.end, ends[to - 1]) } });
         t = to;
@@ -124,7 +124,8 @@ function cutUp(text, starts, maths) {
     }
     const code = Boolean(region && region.kind === "code" && region.start < ends[t]);
     const last = out[out.length - 1];
-    if (last?.to === t && !last.formula && last.code === code && !text[t - 1].endsWith("\n") && !starts.has(t)) last.to = t + 1;
+    if (last?.to === t && !last.formula && last.code === code && !text[t - 1].endsWith("\n") && !starts.has(t)
+      && t - last.from < BLOCK) last.to = t + 1;
     else out.push({ from: t, to: t + 1, code });
     t += 1;
   }

@@ -29,8 +29,10 @@ def read_page(path: Path) -> dict[str, Any]:
     schema = found.get("index", {}).get("schema")
     if schema != SCHEMA:
         raise InputError("page", f"{path}, with schema {schema}", f"a page of schema {SCHEMA}", "write it again")
-    if missing := [step for step in found["index"]["steps"] if f"step-{step}" not in found]:
-        raise InputError("page", f"{path}, without step {missing[0]}", "a page as it was written, to its end")
+    for key in (f"step-{step}" for step in found["index"]["steps"]):
+        wanted = [key, *(f"{key}-row-{r['row']}" for r in found.get(key, {}).get("responses", ()))]
+        if missing := [each for each in wanted if each not in found]:
+            raise InputError("page", f"{path}, without {missing[0]}", "a page as it was written, to its end")
     return found
 
 

@@ -39,7 +39,7 @@ class StepView:
     """One recorded step: `summary` of all its responses, and on demand the `detail` of one.
 
     Raises:
-        InputError: the step's rollouts and credit do not stand row for row.
+        InputError: the step's rollouts and credit do not stand row for row, or a row's parts do not fit each other.
     """
 
     def __init__(self, source: Source, step: int) -> None:
@@ -51,6 +51,8 @@ class StepView:
                 f"RUN, step {step}", f"{len(self.rollouts)} rollouts and {len(self.credit)} rows of credit",
                 "the same rows in the same order", "record the step again; one of its files is not this step's",
             )  # fmt: skip
+        for r, c in zip(self.rollouts, self.credit, strict=True):
+            _check(step, r, c)
         self._place = {row: i for i, row in enumerate(rows)}
         evidence = source.read("evidence", step)
         self._samples = Samples(evidence, self.rollouts)
@@ -109,10 +111,24 @@ class StepView:
         """Where the colours saturate: the step's 99th percentile of |A| and of |A − base| over trained tokens."""
         final, moved = [], []
         for r, c in zip(self.rollouts, self.credit, strict=True):
-            kept = _trained(r, c)
+            kept = [a for a in _trained(r, c) if math.isfinite(a)]
             final += [abs(a) for a in kept]
-            moved += [abs(a - c["base"]) for a in kept]
+            moved += [abs(a - c["base"]) for a in kept if math.isfinite(c["base"])]
         return {"advantage": _p99(final), "moved": _p99(moved)}
+
+
+def _check(step: int, r: Row, c: Row) -> None:
+    """That there is one value a token, and that segments lie inside the response."""
+    n, where, again = len(r["token_ids"]), f"RUN, step {step}, row {r['row']}", "record the step again"
+    columns = {name: r.get(name) for name in ("mask", "char_start", "entropy", "old_logprob")}
+    for name, values in {**columns, **{name: c.get(name) for name in ("advantage", "residual", "weight")}}.items():
+        if values is not None and len(values) != n:
+            raise InputError(f"{where}: {name}", f"{len(values)} values", f"{n}, one a token", again)
+    for k, s in enumerate(c["segments"] or []):
+        ends, samples = (s["start"], s["end"]), s["samples"]
+        if not (all(map(math.isfinite, (*ends, samples))) and 0 <= ends[0] <= ends[1] <= n and samples >= 0):
+            got = f"{ends[0]:g} to {ends[1]:g}, {samples:g} samples"
+            raise InputError(f"{where}: segments[{k}]", got, f"places from 0 to {n}, and a number of samples", again)
 
 
 def shown(value: Any) -> Any:
@@ -163,7 +179,7 @@ def _group(members: Sequence[Row]) -> dict[str, Any]:
 
 
 def _response(r: Row, c: Row, group: int, collapsed: bool, more: Mapping[str, Any]) -> dict[str, Any]:
-    trained, pieces = _trained(r, c), segments(r, c)
+    trained, pieces = [a for a in _trained(r, c) if math.isfinite(a)], segments(r, c)
     view = {
         "row": r["row"], "group": group, "sample": r["sample"], "reward": number(r["reward"]),
         "verdict": r["verdict"], "finish": r["finish"], "base": number(c["base"]), "mean": number(c["mean"]),
@@ -182,14 +198,15 @@ def _strip(mask: Sequence[bool], advantage: Sequence[float]) -> list[list[float 
     the mean of both, where a list has no room for all."""
     runs: list[list[Any]] = []
     at = 0
-    for value, same in groupby(a if m else 0.0 for a, m in zip(advantage, mask, strict=True)):
+    for value, same in groupby(a if m else None for a, m in zip(advantage, mask, strict=True)):
         size = sum(1 for _ in same)
         runs.append([at, at + size, value])
         at += size
     if len(runs) > _PIECES:
         edges = [round(k * at / _PIECES) for k in range(_PIECES + 1)]
-        shown = [a if m else 0.0 for a, m in zip(advantage, mask, strict=True)]
-        runs = [[a, b, math.fsum(shown[a:b]) / (b - a)] for a, b in pairwise(edges) if b > a]
+        kept = [[x for x, m in zip(advantage[a:b], mask[a:b], strict=True) if m] for a, b in pairwise(edges)]
+        means = [sum(each) / len(each) if each else None for each in kept]
+        runs = [[a, b, mean] for (a, b), mean in zip(pairwise(edges), means, strict=True) if b > a]
     return [[start, end, number(value)] for start, end, value in runs]
 
 
