@@ -161,11 +161,12 @@ def measure(folder: Path, responses: int, length: int, rounds: int) -> dict[str,
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
         opened: dict[str, list[float]] = {"page": [], "plain": [], "long": []}
-        switched, frames, long_frames = [], {}, {}
+        loaded, switched, frames, long_frames = [], [], {}, {}
         for _ in range(rounds):
             taken, page = opening(browser, page_file.as_uri(), DRAWN)
             opened["page"].append(taken)
             page.wait_for_load_state("load")
+            loaded.append(page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") / 1000)
             row = responses - GROUP
             switched.append(seconds(lambda page=page, row=row: page.evaluate(f"go({{ row: {row} }})")))
             frames = scrolled(page)
@@ -184,6 +185,7 @@ def measure(folder: Path, responses: int, length: int, rounds: int) -> dict[str,
         "megabytes": round(size / 1e6, 1), "bytes_per_token": round(size / responses / length, 2),
         "size_over_plain": round(size / plain_size, 3), "seconds_to_write": round(written, 1),
         "seconds_to_first_text": [round(x, 2) for x in opened["page"]],
+        "seconds_to_all_read": [round(x, 2) for x in loaded],
         "opening_over_plain": tools.ratio(opened, "page", "plain"),
         "seconds_to_another_response": [round(x, 3) for x in switched], "scrolling": frames,
         "response_of_32768": {"seconds_to_first_text": [round(x, 2) for x in opened["long"]], "scrolling": long_frames},
