@@ -241,6 +241,16 @@ def test_prose_without_formulas_is_untouched(handmade, opened, tmp_path):
     assert page.evaluate("[...document.querySelectorAll('#text .t')].map(n => n.textContent).join('')") == text
 
 
+def test_words_that_share_a_token_with_a_formula_answer_for_it(handmade, opened, tmp_path):
+    # Tokens "a", " $x$," and " b": the comma is part of the formula's token.
+    row = {"token_ids": [1, 2, 3], "text": "a $x$, b", "char_start": [0, 1, 6], "advantage": [0.5, -0.5, 0.5]}
+    page = opened(write_page(handmade([row]).path, tmp_path / "page.html"))
+    beside = page.locator('[data-of="1"]')
+    assert beside.all_inner_texts() == [" ", ","]
+    beside.last.hover()
+    assert "Token 1" in page.locator("#token").inner_text()
+
+
 def test_a_formula_that_a_segment_cuts_stays_as_written(handmade, segment, opened, tmp_path):
     text = "a $x+y$ b"
     cut = [segment(0, 4, 0.5, 0.5, 0, 0.1, 0), segment(4, 8, 0.6, 0.6, 0.1, 0.4, 4)]

@@ -138,7 +138,11 @@ function moveInText(e) {
   if (e.key === "Enter" && segments[k]) choosePivot(segments[k].start, true);
 }
 
-const tokenOf = (e) => (e.target.dataset?.t === undefined ? null : Number(e.target.dataset.t));
+// Of a token that a formula shares with the words beside it, those words answer too.
+function tokenOf(e) {
+  const { t, of } = e.target.dataset || {};
+  return (t ?? of) === undefined ? null : Number(t ?? of);
+}
 
 function listen() {
   $("text").addEventListener("pointerover", (e) => { const t = tokenOf(e); if (t !== null) point(t); });
