@@ -79,9 +79,12 @@ FLAGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A real browser, driven by Playwright."""
+    """A real browser, driven by Playwright.
+
+    No longer than a module: Playwright keeps an event loop running in this thread, and tests elsewhere start their own.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="Playwright's Python package is not installed")
     if CHROMIUM is None:
         pytest.skip("no chromium on PATH to open the page with")
