@@ -180,6 +180,17 @@ class RunFolder:
         return self.path / kind / f"step-{step:06d}.parquet"
 
 
+def json_lines(path: Path) -> list[Any]:
+    """The values of a JSONL file, none where there is no file; a line cut off by a kill, or being written, ends it."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
 def _spans(rollouts: Rollouts) -> list[tuple[int, int]]:
     return list(pairwise(rollouts.offsets.tolist()))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from apportion.report.source import Source
+    from apportion.report.site import Site
 
 
 def inspect(
@@ -51,27 +51,23 @@ def inspect(
 
     from apportion.report.escape import visible
     from apportion.report.page import find_steps
-    from apportion.report.site import start_row
+    from apportion.report.site import Site, start_row
     from apportion.report.source import open_source
     from apportion.report.terminal import print_response
-    from apportion.report.view import StepView
 
-    source = open_source(run)
-    others = [open_source(other) for other in beside or []]
-    view = StepView(source, find_steps(source, step)[-1])
+    site = Site(open_source(run), [open_source(other) for other in beside or []])
+    view = site.step(find_steps(site.source, step)[-1])
     row = start_row(view.summary, response)
     if row is not None:
         print_response(Console(), view.summary, view.response(row))
     out = output or (run / "page.html" if run.is_dir() else run.with_suffix(".html"))
-    page = _written(source, others, out, step, row, round(max_mb * 1e6))
+    page = _written(site, out, step, row, round(max_mb * 1e6))
     typer.echo(f"\nPage: {visible(str(page))}")
     if open_page:
         typer.launch(page.resolve().as_uri())
 
 
-def _written(
-    source: Source, others: list[Source], out: Path, step: int | None, row: int | None, max_bytes: int
-) -> Path:
+def _written(site: Site, out: Path, step: int | None, row: int | None, max_bytes: int) -> Path:
     """Writes the page. Progress goes to stderr: standard output carries results only."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
@@ -83,6 +79,6 @@ def _written(
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", words="")
         return write_page(
-            source, out, step=step, response=row, beside=others, max_bytes=max_bytes,
+            site, out, step=step, response=row, max_bytes=max_bytes,
             progress=lambda words, done, of: bar.update(task, completed=done, total=of, words=words),
         )  # fmt: skip

@@ -5,7 +5,6 @@ Shapes: _P points of a curve, _S seeds; [N] steps of a run.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from apportion.records import json_lines
 from apportion.report.beside import beside
 from apportion.report.escape import visible
 from apportion.report.intervals import Array, Places, averages, bins, over_seeds, shown, wilson
@@ -152,7 +152,7 @@ class _Log:
 
 
 def _evaluations(path: Path, metrics: _Table) -> _Table:
-    rows = _by_step(_lines(path))
+    rows = _by_step(json_lines(path))
     steps = np.array([row["step"] for row in rows], dtype=float)
     done = np.searchsorted(metrics.steps, steps, side="right")  # training steps before each evaluation
     at: dict[str, Array | None] = {"step": steps}
@@ -252,17 +252,6 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
     logged = [row for row in rows if row]
     names = dict.fromkeys(name for row in logged for name in row)
     return {visible(name, _NAME): number(mean(row.get(name, 0.0) for row in logged)) for name in names}
-
-
-def _lines(path: Path) -> Rows:
-    """The rows of a JSONL file; the last line is none while it is being written."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
 
 
 def _by_step(rows: Iterable[Any]) -> Rows:

@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def write_page(
-    run: Path | Source,
+    run: Path | Source | Site,
     out: Path,
     *,
     step: int | None = None,
@@ -50,7 +50,8 @@ def write_page(
     """Writes one HTML file that shows where a run's credit went; it opens from disk and asks for nothing.
 
     Args:
-        run: a run folder, or records of another trainer (see source.py).
+        run: a run folder, or records of another trainer (see source.py); a `Site` that was asked before keeps what it
+            has read, and has its own `beside`.
         out: the file to write; replaced as a whole.
         step: the only step to embed; the last `max_steps` where left out.
         response: row that the page opens at, in `step` or the last one; the most instructive where left out.
@@ -63,7 +64,7 @@ def write_page(
     Raises:
         InputError: no such run, step or row, or `out` cannot be written.
     """
-    site = Site(open_source(run) if isinstance(run, Path) else run, beside)
+    site = run if isinstance(run, Site) else Site(open_source(run) if isinstance(run, Path) else run, beside)
     index, chunks = pack(site, step, response, max_steps, max_bytes, progress, view)
     partial = out.with_name(out.name + ".part")
     try:

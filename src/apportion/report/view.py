@@ -14,8 +14,9 @@ from typing import Any
 
 from apportion.credit.registry import method_class
 from apportion.errors import InputError
-from apportion.report.detail import Samples, checks, conserves, number, segments, tokens
+from apportion.report.detail import Samples, checks, conserves, segments, tokens
 from apportion.report.escape import visible
+from apportion.report.numbers import number
 from apportion.report.reading import reading
 from apportion.report.source import Source
 from apportion.report.why import spending
@@ -54,6 +55,7 @@ class StepView:
         for r, c in zip(self.rollouts, self.credit, strict=True):
             _check(step, r, c)
         self._place = {row: i for i, row in enumerate(rows)}
+        self._segments = [segments(r, c) for r, c in zip(self.rollouts, self.credit, strict=True)]
         evidence = source.read("evidence", step)
         self._samples = Samples(evidence, self.rollouts)
         self.summary = self._summary(evidence)
@@ -64,8 +66,7 @@ class StepView:
         Raises:
             InputError: the step has no such row.
         """
-        r, c = self._rows(row)
-        pieces = segments(r, c)
+        r, c, pieces = self._rows(row)
         measured = [s["start"] for s in pieces if s["samples"]]
         return {
             "step": self.step, "row": row, "tokens": tokens(r, c), "segments": pieces,
@@ -81,11 +82,12 @@ class StepView:
         """
         return {**self.summary["responses"][self._place[row]], **self.detail(row)}
 
-    def _rows(self, row: int) -> tuple[Row, Row]:
+    def _rows(self, row: int) -> tuple[Row, Row, list[dict[str, Any]]]:
         if row not in self._place:
             rows = self._place or {0: 0}
             raise InputError("response", row, f"a row of step {self.step}: {min(rows)} to {max(rows)}")
-        return self.rollouts[self._place[row]], self.credit[self._place[row]]
+        i = self._place[row]
+        return self.rollouts[i], self.credit[i], self._segments[i]
 
     def _summary(self, evidence: Sequence[Row]) -> dict[str, Any]:
         members: dict[str, list[Row]] = {}
@@ -95,8 +97,8 @@ class StepView:
         groups = [{**_group(rows), **more} for rows, more in zip(members.values(), spent.groups, strict=True)]
         place = {name: i for i, name in enumerate(members)}
         responses = [
-            _response(r, c, place[r["group"]], groups[place[r["group"]]]["collapsed"], more)
-            for r, c, more in zip(self.rollouts, self.credit, spent.responses, strict=True)
+            _response(r, c, pieces, place[r["group"]], groups[place[r["group"]]]["collapsed"], more)
+            for r, c, pieces, more in zip(self.rollouts, self.credit, self._segments, spent.responses, strict=True)
         ]
         first = self.credit[0] if self.credit else {"method": "", "settings": "{}", "invariants": "{}", "counts": "{}"}
         return {
@@ -178,8 +180,10 @@ def _group(members: Sequence[Row]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _response(r: Row, c: Row, group: int, collapsed: bool, more: Mapping[str, Any]) -> dict[str, Any]:
-    trained, pieces = [a for a in _trained(r, c) if math.isfinite(a)], segments(r, c)
+def _response(
+    r: Row, c: Row, pieces: Sequence[Row], group: int, collapsed: bool, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    trained = [a for a in _trained(r, c) if math.isfinite(a)]
     view = {
         "row": r["row"], "group": group, "sample": r["sample"], "reward": number(r["reward"]),
         "verdict": r["verdict"], "finish": r["finish"], "base": number(c["base"]), "mean": number(c["mean"]),

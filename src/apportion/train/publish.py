@@ -6,7 +6,6 @@ Scalars keep TRL's names under `train/`; held-out accuracy is `eval/accuracy`.
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from apportion.errors import InputError
+from apportion.records import json_lines
 from apportion.report.page import write_page
 from apportion.train.steps import StepCallback
 
@@ -121,16 +121,7 @@ class Publisher(TrainerCallback):
             _warn(f"{name} is left alone from here on, training goes on: {type(error).__name__}: {error}")
 
     def _rows(self) -> list[dict[str, Any]]:
-        if self.evaluations is None or not self.evaluations.exists():
-            return []
-        rows = []
-        for line in self.evaluations.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            # Cut off by a kill; the resumed run drops it.
-            except ValueError:
-                break
-        return rows
+        return [] if self.evaluations is None else json_lines(self.evaluations)
 
 
 def _started(name: str, start: Callable[..., object], *args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from apportion.engines.base import Key, Request
 from apportion.engines.rng import frozen_rng
 from apportion.engines.transformers import TransformersEngine
+from apportion.records import json_lines
 from apportion.report.beside import beside, is_predicted
 from apportion.train.prepare import Run, sampling_of
 
@@ -42,14 +43,14 @@ class Watch(TrainerCallback):
     def finish(self, step: int, model: Any) -> dict[str, Any]:
         """Evaluates the end. Returns tokens, steps, accuracy at the start and the end over `samples`, and the table
         `beside` of a run that was predicted."""
-        rows = _read(self.evaluations)
+        rows = json_lines(self.evaluations)
         if not rows or rows[-1]["step"] != step:
             self._evaluate(step, model)
-            rows = _read(self.evaluations)
+            rows = json_lines(self.evaluations)
         result: dict[str, Any] = {"tokens": self.tokens, "steps": float(step)}
         if rows:
             result |= {"start": rows[0]["accuracy"], "end": rows[-1]["accuracy"], "samples": rows[-1]["samples"]}
-        table = beside(_read(self.metrics))
+        table = beside(json_lines(self.metrics))
         return result | ({"beside": table} if is_predicted(table) else {})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -112,20 +113,9 @@ def _tokens(row: Any) -> float:
     return float(row.get("tokens/actor", 0)) + float(row.get("probe/tokens", 0))
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; a last one that was cut off by a kill is none."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
 def _keep_until(step: int, path: Path) -> list[dict[str, Any]]:
     """Drops the lines of later steps from a file, and returns the others."""
-    rows = [row for row in _read(path) if row["step"] <= step]
+    rows = [row for row in json_lines(path) if row["step"] <= step]
     if path.exists():
         partial = path.with_suffix(".part")
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))

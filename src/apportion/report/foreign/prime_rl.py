@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,11 @@ def folder_source(path: Path) -> Records | None:
     """The rollouts under a run folder, its `rollouts` or its `traces`; None where there are none."""
     for root in _ROOTS:
         if _step_files(path / root):
-            return Records(path, lambda root=root: _step_files(path / root), load)  # type: ignore[misc]
+            return Records(path, partial(_step_files, path / root), load)
     for root in _STREAMS:
         folder = path / root
         if folder.name == "stream" and _chunks(folder):
-            return Records(path, lambda folder=folder: _stream(folder), load)  # type: ignore[misc]
+            return Records(path, partial(_stream, folder), load)
     return None
 
 
