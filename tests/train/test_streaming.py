@@ -17,10 +17,10 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from apportion.errors import InputError
+from apportion.measure.readings import Measurement
 from apportion.records import RunFolder
 from apportion.train import CreditTrainer
 from apportion.train.host import statistics_pass
-from apportion.train.measuring import Measurement
 
 WIDE: dict[str, Any] = {"budget": 12, "samples": 4, "min_gap": 1, "window": 2}
 METHODS: dict[str, dict[str, Any]] = {

@@ -11,16 +11,16 @@ import torch
 from apportion.compare.opened import Opened
 from apportion.compare.recorded import Held, Step
 from apportion.credit.method import CreditMethod
+from apportion.credit.pipeline import fresh_budget
 from apportion.engines.base import Finish, Reading
+from apportion.measure.batch import Batch
 from apportion.measure.evidence import Evidence, StepLabels
 from apportion.measure.plan import AnyJob, Job
 from apportion.measure.probe import evidence_of
+from apportion.measure.readings import evidence_from, key_of, reading_rows
 from apportion.measure.wave import Probe
 from apportion.rollouts import Rollouts
 from apportion.train.compatibility import measures
-from apportion.train.host import Batch
-from apportion.train.measuring import evidence_from, key_of, reading_rows
-from apportion.train.probing import fresh_budget
 from apportion.train.recording import probe_row
 
 Row = Mapping[str, Any]
@@ -66,7 +66,7 @@ def gather(step: Step, rollouts: Rollouts, method: CreditMethod, held: Held, ope
         parts["continuations"] = _continuations(step, rollouts, method, wave, held, opened, found)
     asked = [job for job in jobs if not isinstance(job, Job)]
     readings = _readings(step, rollouts, asked, held, opened, found)
-    batch = Batch(rollouts, step.base, [{}] * len(rollouts), list(step.recorded.prompts), slice(0, len(rollouts)))
+    batch = Batch(rollouts, step.base, [{}] * len(rollouts), list(step.recorded.prompts))
     parts |= evidence_from(batch, jobs, readings)
     if "step_labels" in method.needs:
         parts["steps"] = _step_labels(step, rollouts, opened, found)
@@ -100,7 +100,7 @@ def _continuations(
         found.rows += [probe_row(rollouts, probe, opened.decode) for probe in new]
         found.measured += len(new)
 
-    batch = Batch(rollouts, step.base, [], [], slice(0, len(rollouts)))
+    batch = Batch(rollouts, step.base, [], [])
     carry(wave, 0)
     evidence = evidence_of(rollouts, wave, probes)
     if more := method.refine(rollouts, step.base, Evidence(evidence)):
@@ -112,7 +112,7 @@ def _continuations(
 def _readings(
     step: Step, rollouts: Rollouts, jobs: Sequence[AnyJob], held: Held, opened: Opened | None, found: Gathered
 ) -> dict[tuple[str, int], Reading]:
-    batch = Batch(rollouts, step.base, [], [], slice(0, len(rollouts)))
+    batch = Batch(rollouts, step.base, [], [])
     readings: dict[tuple[str, int], Reading] = {}
     missing = []
     for job in jobs:

@@ -8,8 +8,8 @@ from apportion.credit.baselines import GRPO
 from apportion.credit.method import CreditMethod
 from apportion.credit.pipeline import stages_of
 from apportion.errors import InputError
+from apportion.measure.batch import answers_of
 from apportion.train.compatibility import check_data
-from apportion.train.host import answers_of
 from apportion.train.models import model_folder
 from apportion.train.settings import RunConfig
 

@@ -21,14 +21,14 @@ from apportion.engines.base import Cost, Key, Reading, Scoring
 from apportion.engines.logprobs import logprobs, scored
 from apportion.engines.scoring import Scorer
 from apportion.engines.transformers import TransformersEngine
+from apportion.measure.batch import Batch
 from apportion.measure.gap import Gap, gap_of
 from apportion.measure.plan import AnyJob, Job
 from apportion.measure.probe import Rescue, probe
+from apportion.measure.readings import Asker, At, read
 from apportion.measure.wave import Probe
 from apportion.rollouts import Rollouts
 from apportion.train.grading import completions_of
-from apportion.train.host import Batch
-from apportion.train.measuring import Measurer
 from apportion.train.models import load_model, model_folder
 from apportion.train.prepare import trainer_args
 
@@ -83,24 +83,13 @@ class Opened:
 
     @cached_property
     def _host(self) -> Any:
-        """What the trainer's own code reads of a trainer to ask a model, and to hand responses to a reward."""
-        return SimpleNamespace(
-            credit_method=SimpleNamespace(needs=frozenset()), _tokenizer=self.source.tokenizer, decode=self.decode,
-            processing_class=self.source.tokenizer, tools=None, args=SimpleNamespace(seed=self._seed),
-            accelerator=SimpleNamespace(process_index=0, num_processes=1),
-        )  # fmt: skip
-
-    @cached_property
-    def _measurer(self) -> Measurer:
-        measurer = Measurer(self._host)
-        measurer.scorer = self._scorer
-        measurer.prober = cast(Any, SimpleNamespace(engine=self._engine, sampling=self._bench.sampling))
-        return measurer
+        """What the trainer's own code reads of a trainer to hand responses to a reward."""
+        return SimpleNamespace(_tokenizer=self.source.tokenizer, processing_class=self.source.tokenizer, tools=None)
 
     def batch(self, rollouts: Rollouts) -> Batch:
         """The step as the trainer's measuring reads it."""
         prompts = list(self.step.recorded.prompts)
-        return Batch(rollouts, self.step.base, list(self.source.rows), prompts, slice(0, len(rollouts)))
+        return Batch(rollouts, self.step.base, list(self.source.rows), prompts)
 
     @property
     def cost(self) -> Cost:
@@ -155,13 +144,14 @@ class Opened:
             run=self._seed, step=self.step.number, max_new_tokens=self._bench.limit, first=first, fresh_budget=fresh,
         )  # fmt: skip
 
-    def readings(self, rollouts: Rollouts, jobs: Sequence[AnyJob]) -> dict[tuple[str, int], Reading]:
+    def readings(self, rollouts: Rollouts, jobs: Sequence[AnyJob]) -> dict[At, Reading]:
         """(kind, row) → what was read, some responses at a time."""
-        found: dict[tuple[str, int], Reading] = {}
-        batch = self.batch(rollouts)
+        found: dict[At, Reading] = {}
+        batch, asker = self.batch(rollouts), Asker(self.source.tokenizer, self.decode, self._seed)
         for at in range(0, len(jobs), AT_ONCE):
             some = jobs[at : at + AT_ONCE]
-            found |= self._measurer.readings(batch, some, self.step.number)
+            asked = asker.requests(batch, some, self.step.number)
+            found |= read(asked, self._scorer, self._engine, self._bench.sampling)
             self.tick(len(some))
         return found
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from apportion.credit.method import CreditMethod
+from apportion.credit.pipeline import fresh_budget
 from apportion.credit.registry import make_method
 from apportion.diagnose.reading import Recorded, read_step
 from apportion.errors import InputError
@@ -19,7 +20,6 @@ from apportion.groups import Base, group_stats, live_rows
 from apportion.measure.plan import AnyJob, BeliefJob, ConfidenceJob, Job, prefix_digests
 from apportion.records import RunFolder
 from apportion.rollouts import Rollouts
-from apportion.train.probing import fresh_budget
 
 Row = Mapping[str, Any]
 

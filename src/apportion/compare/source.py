@@ -9,8 +9,8 @@ from typing import Any
 
 from apportion.compare.recorded import Step
 from apportion.errors import InputError
+from apportion.measure.batch import answers_of
 from apportion.train.data import Problems, load_data
-from apportion.train.host import answers_of
 from apportion.train.models import load_tokenizer, model_folder
 from apportion.train.prepare import resolve
 from apportion.train.run import last_checkpoint

@@ -142,6 +142,11 @@ def stages_of(method: CreditMethod) -> tuple[CreditMethod, ...]:
     return method.stages if isinstance(method, Pipeline) else (method,)
 
 
+def fresh_budget(method: CreditMethod) -> int:
+    """Tokens that a continuation may use whatever its prefix has used (VinePPO's switch); 0: what the prefix left."""
+    return max(getattr(stage, "fresh_budget", 0) for stage in stages_of(method))
+
+
 @cache
 def pipeline_class(*classes: type[CreditMethod]) -> type[Pipeline]:
     """The class of pipelines of these methods, whose class variables are computed from theirs.

@@ -14,6 +14,7 @@ from apportion.credit.baselines import GRPO
 from apportion.credit.method import CreditMethod
 from apportion.credit.pipeline import stages_of
 from apportion.errors import InputError
+from apportion.measure.batch import GOLD_COLUMNS
 from apportion.train.trees import tree_method, tree_rule
 
 if TYPE_CHECKING:
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
 
 Refusal = tuple[bool, str, object, str, str]
-
-# Where a data set's accepted answers are looked for, in this order.
-GOLD_COLUMNS = ("answer", "gold", "solution", "ground_truth")
 
 _LINEAR_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 

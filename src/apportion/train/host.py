@@ -5,7 +5,6 @@ Shapes: _R responses of all ranks in rank order, _B responses of this rank, _T p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,10 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import nanstd
 
 from apportion.engines.trees import Leaf
-from apportion.groups import Base, group_stats, live_rows
+from apportion.measure.batch import Batch, base_of
 from apportion.rollouts import Rollouts
 from apportion.segments import token_offsets
-from apportion.train.compatibility import GOLD_COLUMNS, measures
+from apportion.train.compatibility import measures
 from apportion.train.reference import count_pass, evaluating, reference_logps
 
 if TYPE_CHECKING:
@@ -56,30 +55,6 @@ class Capture:
     filler: list[bool] = field(default_factory=list)
     generated: int = 0
     streamed: Streamed | None = None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The frozen generation batch of all ranks, the same on each, and which of its rows are this rank's."""
-
-    rollouts: Rollouts
-    base: Base
-    rows: list[dict[str, Any]]
-    prompts: list[str]
-    local: slice
-
-    @property
-    def golds(self) -> list[str]:
-        """The first gold answer of each row, for the records."""
-        return [next(iter(answers_of(row)), "") for row in self.rows]
-
-
-def answers_of(row: Mapping[str, Any]) -> list[str]:
-    """The accepted answers of a data set row: its first gold column that is not empty; none where it has none."""
-    gold = next((row[column] for column in GOLD_COLUMNS if row.get(column) not in (None, "")), None)
-    if gold is None:
-        return []
-    return [str(each) for each in gold] if isinstance(gold, list | tuple) else [str(gold)]
 
 
 def weighted(rewards_RF: Tensor, weights_F: Tensor) -> Tensor:
@@ -194,16 +169,6 @@ def gather_batch(trainer: CreditTrainer, capture: Capture, output: dict[str, Any
         _check_order(responses, size)
     base = base_of(rollouts, mean, scale, advantage)
     return Batch(rollouts, base, [r["row"] for r in responses], [r["prompt"] for r in responses], local)
-
-
-def base_of(rollouts: Rollouts, mean_R: Tensor, scale_R: Tensor, advantage_R: Tensor) -> Base:
-    """What `trl_base` computed, as methods read it."""
-    return Base(
-        advantage_R.float().cpu(),
-        mean_R.double().nan_to_num(nan=0.0).cpu(),
-        scale_R.double().nan_to_num(nan=1.0).cpu(),
-        live_rows(rollouts, group_stats(rollouts)),
-    )
 
 
 def _responses(trainer: CreditTrainer, capture: Capture, output: dict[str, Any]) -> list[dict[str, Any]]:

@@ -5,18 +5,14 @@ Shapes: _N flat tokens, _P groups.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from apportion.credit.record import Credit
 from apportion.engines.base import Cost
 from apportion.groups import group_stats
+from apportion.measure.readings import Measurement
 from apportion.rollouts import Rollouts
-
-if TYPE_CHECKING:
-    from apportion.train.measuring import Measurement
 
 
 def step_metrics(rollouts: Rollouts, credit: Credit, measured: Measurement, actor: int, cost: Cost) -> dict[str, float]:

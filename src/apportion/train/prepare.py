@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from apportion.credit.pipeline import fresh_budget
 from apportion.credit.registry import make_method
 from apportion.engines.base import Sampling
 from apportion.errors import InputError, nearest
@@ -21,7 +22,6 @@ from apportion.train.compatibility import check_data
 from apportion.train.config import CreditConfig
 from apportion.train.data import Problems, embedded_task, load_data
 from apportion.train.models import load_model, load_tokenizer, model_folder
-from apportion.train.probing import fresh_budget
 from apportion.train.settings import RunConfig
 from apportion.train.trees import tree_method, tree_rule
 

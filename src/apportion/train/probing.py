@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.utils import gather_object
 
-from apportion.credit.method import CreditMethod
-from apportion.credit.pipeline import stages_of
+from apportion.credit.pipeline import fresh_budget
 from apportion.engines.base import Reading, Request, Sampling
 from apportion.engines.logprobs import logprobs
 from apportion.engines.scoring import Scorer
 from apportion.engines.transformers import TransformersEngine
 from apportion.engines.vllm import VLLMEngine, through_trl
 from apportion.engines.vllm_hosts import Colocated, own_llm
+from apportion.measure.batch import Batch
 from apportion.measure.evidence import Continuations, Evidence
 from apportion.measure.gap import Gap, gap_of, prefixes_of
 from apportion.measure.plan import Job
 from apportion.measure.probe import Rescue, evidence_of, probe
 from apportion.measure.wave import Probe, requests_of, shard
 from apportion.train.grading import grade
-from apportion.train.host import Batch, statistics_pass
+from apportion.train.host import statistics_pass
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer
@@ -35,11 +35,6 @@ def sampling_of(trainer: CreditTrainer) -> Sampling:
         stop_ids=tuple(trainer.eos_token_ids), temperature=trainer.temperature, top_k=trainer.top_k or 0,
         top_p=trainer.top_p, min_p=trainer.min_p or 0.0, repetition_penalty=trainer.repetition_penalty,
     )  # fmt: skip
-
-
-def fresh_budget(method: CreditMethod) -> int:
-    """Tokens that a continuation may use whatever its prefix has used (VinePPO's switch); 0: what the prefix left."""
-    return max(getattr(stage, "fresh_budget", 0) for stage in stages_of(method))
 
 
 class Prober:

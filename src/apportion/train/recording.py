@@ -7,11 +7,11 @@ from dataclasses import astuple
 from typing import Any
 
 from apportion.credit.record import Credit
+from apportion.measure.batch import Batch
+from apportion.measure.readings import Measurement
 from apportion.measure.wave import Probe
 from apportion.records import RunFolder, credit_rows, rollout_rows, verdict_of
 from apportion.rollouts import Rollouts
-from apportion.train.host import Batch
-from apportion.train.measuring import Measurement
 
 
 def record_batch(

@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from apportion.credit.pipeline import fresh_budget
 from apportion.engines.base import Continuation, Cost, Key, Request, Rollout
 from apportion.engines.rng import frozen_rng
 from apportion.engines.stream import Stream
 from apportion.engines.transformers import TransformersEngine
 from apportion.errors import InputError
 from apportion.measure.ahead import ahead
+from apportion.measure.batch import base_of
 from apportion.measure.evidence import Evidence
 from apportion.measure.plan import Job
 from apportion.measure.probe import GRADED_AT_ONCE, evidence_of
 from apportion.measure.wave import Probe, Wave
 from apportion.train.grading import Logs, grade, rewards_of
-from apportion.train.host import base_of, read_text, response_of, rollouts_of, trl_base, truncated
-from apportion.train.probing import fresh_budget, sampling_of
+from apportion.train.host import read_text, response_of, rollouts_of, trl_base, truncated
+from apportion.train.probing import sampling_of
 
 if TYPE_CHECKING:
     from apportion.train.trainer import CreditTrainer

@@ -22,12 +22,14 @@ from apportion.credit.record import Credit
 from apportion.engines.base import Cost
 from apportion.engines.rng import frozen_rng
 from apportion.errors import InputError
+from apportion.measure.batch import Batch
+from apportion.measure.readings import Measurement
 from apportion.records import RunFolder
 from apportion.train.clock import Clock
 from apportion.train.compatibility import check_trainer, measures
 from apportion.train.config import CreditConfig
-from apportion.train.host import Batch, Capture, gather_batch, random_state
-from apportion.train.measuring import Measurement, Measurer
+from apportion.train.host import Capture, gather_batch, random_state
+from apportion.train.measuring import Measurer
 from apportion.train.metrics import step_metrics
 from apportion.train.probing import sampling_of
 from apportion.train.publish import Publisher
