@@ -25,7 +25,7 @@ app = typer.Typer(
 
 for command in (
     training.demo, training.train, cost, inspect, watch, compare_credit, diagnose, evaluate, compare_evaluations,
-    interchange.plan, interchange.assign, interchange.grade,
+    interchange.plan, interchange.assign, interchange.grade, interchange.export,
     info.methods, info.doctor,
 ):  # fmt: skip
     app.command()(command)

@@ -102,6 +102,26 @@ def grade(
         say("hint", f"{not_run} rows of kind code abstained, for {LOCAL_CODE_OFF}")
 
 
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    step: Annotated[int | None, typer.Option("--step", min=0, help="The last one recorded if left out.")] = None,
+    output: Output = "-",
+) -> None:
+    """Write a recorded step as an interchange file, with its evidence: `apportion assign` computes its credit again."""
+    from apportion import interchange
+    from apportion.errors import InputError
+    from apportion.records import RunFolder
+
+    folder = RunFolder(run)
+    steps = folder.recorded_steps()
+    number = steps[-1] if step is None else step
+    if number not in steps:
+        raise InputError("--step", number, f"a recorded one, {steps[0]} to {steps[-1]}")
+    rows = interchange.recorded_rows(*(folder.read(kind, number) for kind in ("rollouts", "evidence", "credit")))
+    with whole_file(output) as file:
+        file.writelines(interchange.to_line(row, i) for i, row in enumerate(tracked(rows, "rows written"), 1))
+
+
 def _graded(
     numbered: Iterator[tuple[int, Row]], settings: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[int, Row, Verdict]]:

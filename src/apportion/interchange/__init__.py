@@ -6,6 +6,7 @@ file is opened. Fields that are not ours are carried along untouched.
 
 from apportion.interchange.batch import Batch, assign, lines_for_rows, plan, read, singletons
 from apportion.interchange.lines import credit_lines, request_lines, to_line
+from apportion.interchange.recorded import recorded_rows
 from apportion.interchange.rows import Row, objects, text_field
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "objects",
     "plan",
     "read",
+    "recorded_rows",
     "request_lines",
     "singletons",
     "text_field",
