@@ -216,3 +216,22 @@ def test_quotation_marks_that_are_no_json_are_told() -> None:
     with pytest.raises(InputError, match="quotation mark"):
         read_settings([r'trainer.probe_stop="\boxed\{"'])
     assert read_settings([r"trainer.probe_stop=\\boxed\{", 'a="b"']) == {"trainer.probe_stop": r"\\boxed\{", "a": "b"}
+
+
+WITHOUT_TRL = """
+import sys
+class NoTRL:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "trl":
+            raise ModuleNotFoundError("No module named 'trl'", name="trl")
+sys.meta_path.insert(0, NoTRL())
+from apportion.cli import app
+app(["train", "--method", "grpo", "--dry-run"])
+"""
+
+
+def test_without_trl_training_says_what_to_install() -> None:
+    """TRL is an extra: beside verl it may not be installed."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "pip install 'apportion[trl]'" in done.stderr

@@ -31,6 +31,13 @@ class Commands(TyperGroup):
         except InputError as error:
             say("error", str(error))
             raise typer.Exit(2) from None
+        except ModuleNotFoundError as error:
+            # A part of its own, since verl cannot be run beside it.
+            if error.name != "trl":
+                raise
+            fix = "pip install 'apportion[trl]'"
+            say("error", str(InputError("trl", "not installed", "TRL, which trains on one machine", fix)))
+            raise typer.Exit(2) from None
 
 
 def say(kind: str, message: str) -> None:

@@ -34,7 +34,7 @@ from apportion.measure.batch import Batch, answers_of
 from apportion.measure.evidence import Belief, Confidence, Evidence, Importance
 from apportion.measure.gap import Gap
 from apportion.measure.plan import AnyJob, BeliefJob, ConfidenceJob, DivergenceJob, Job, SensitivityJob
-from apportion.measure.wave import Probe
+from apportion.measure.wave import Probe, balanced
 from apportion.segments import token_offsets
 
 At = tuple[str, int]
@@ -153,6 +153,53 @@ def read(
         for reading in _answer(kind, requests, scorer, engine, sampling):
             found[kind, rows[reading.key]] = reading
     return found
+
+
+def share(asked: Mapping[At, Scoring], rank: int, world: int) -> dict[At, Scoring]:
+    """The requests that one of `world` ranks reads, the most work first to the least loaded; some may get none.
+
+    Raises:
+        InputError: a rank outside 0 … world−1.
+    """
+    ats = list(asked)
+    return {ats[i]: asked[ats[i]] for i in balanced([_work(asked[at]) for at in ats], rank, world)}
+
+
+def merged(asked: Mapping[At, Scoring], shares: Sequence[Mapping[At, Reading]]) -> dict[At, Reading]:
+    """The readings of all ranks, one for each request, in the order of the requests.
+
+    Raises:
+        RuntimeError: a reading that came twice, that was not asked for, or that did not come; names it.
+    """
+    found: dict[At, Reading] = {}
+    for readings in shares:
+        for at, reading in readings.items():
+            if at not in asked or reading.key != asked[at].key:
+                raise RuntimeError(f"{at[0]} of {reading.key}: a reading that was not asked for")
+            if at in found:
+                raise RuntimeError(f"{at[0]} of {reading.key}: read by two ranks")
+            found[at] = reading
+    for (kind, row), request in asked.items():
+        if (kind, row) not in found:
+            raise RuntimeError(f"{kind} of {request.key}: read by no rank")
+    return {at: found[at] for at in asked}
+
+
+def _work(request: Scoring) -> int:
+    """About how many tokens a reading computes; a backward pass counts as two forwards [ours]."""
+    length = len(request.ids)
+    if isinstance(request, BeliefRequest):
+        return length + len(request.positions) * sum(len(request.cue_ids) + len(answer) for answer in request.answers)
+    if isinstance(request, ConfidenceRequest):
+        drawn = request.samples * (len(request.cue_ids) + 2 * request.tokens)
+        return length + len(request.positions) * (drawn + len(request.gold_ids))
+    if isinstance(request, DivergenceRequest):
+        return 3 * length
+    assert isinstance(request, SensitivityRequest)
+    if request.estimator == "gradient":
+        return 4 * length
+    # The response from each replaced token on.
+    return length + request.reasoning * (2 * (length - request.prompt) - request.reasoning) // 2
 
 
 def _answer(

@@ -94,17 +94,25 @@ def shard(requests: Sequence[Request], rank: int, world: int) -> list[Request]:
     Raises:
         InputError: a rank outside 0 … world−1.
     """
+    return [requests[i] for i in balanced([r.samples * r.budget for r in requests], rank, world)]
+
+
+def balanced(cost: Sequence[int], rank: int, world: int) -> list[int]:
+    """Which of some pieces of work one of `world` ranks does, in their order; see `shard`.
+
+    Raises:
+        InputError: a rank outside 0 … world−1.
+    """
     if not 0 <= rank < world:
         raise InputError("rank", rank, f"0 to {world - 1}")
     loads = [(0, each) for each in range(world)]
     mine = []
-    cost = [request.samples * request.budget for request in requests]
-    for i in sorted(range(len(requests)), key=lambda i: (-cost[i], i)):
+    for i in sorted(range(len(cost)), key=lambda i: (-cost[i], i)):
         load, least = loads[0]
         heapq.heapreplace(loads, (load + cost[i], least))
         if least == rank:
             mine.append(i)
-    return [requests[i] for i in sorted(mine)]
+    return sorted(mine)
 
 
 class Wave:
