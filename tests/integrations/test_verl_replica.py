@@ -46,11 +46,16 @@ def ask(policy, prompt: str, request: str = "r", **params) -> Ask:
     return ask_of(request, policy[1](prompt).input_ids, params, (EOS,), LIMITS)
 
 
+def finish(work):
+    """Runs it; what waits forever fails."""
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
 def answers(serving: Serving, *asks: Ask) -> list[Served]:
     async def all_of_them():
         return await asyncio.gather(*(serving.generate(each) for each in asks))
 
-    return asyncio.run(all_of_them())
+    return finish(all_of_them())
 
 
 def reference(policy, asked: Ask, temperature=1.0, top_k=0, top_p=1.0, penalty=1.0) -> tuple[list[int], list[float]]:
@@ -131,6 +136,12 @@ def test_a_seeded_request_does_not_depend_on_its_company(policy, alone, order, m
     chosen = [alone[i] for i in order[:count]]
     served = answers(serving, *(asked for asked, _ in chosen))
     assert [each.token_ids for each in served] == [tokens for _, tokens in chosen]
+
+
+def test_equal_seeds_on_two_prompts_are_two_continuations(policy, serving):
+    asks = [ask(policy, prompt, seed=3) for prompt in PROMPTS[:2]]
+    assert len(asks[0].prefix_ids) == len(asks[1].prefix_ids)
+    assert [list(each.token_ids) for each in answers(serving, *asks)] == [reference(policy, each)[0] for each in asks]
 
 
 def test_two_samplings_at_once_are_both_right(policy, serving):
@@ -217,7 +228,7 @@ def test_foreign_token_ids_are_refused_and_harm_nobody(policy, serving):
             *(serving.generate(each) for each in (bad[0], good, bad[1])), return_exceptions=True
         )
 
-    good, (first, served, last) = asyncio.run(both())
+    good, (first, served, last) = finish(both())
     assert isinstance(first, InputError) and "got 20; expected ids from 0 to 19" in str(first)
     assert isinstance(last, InputError) and "got -1" in str(last)
     assert list(served.token_ids) == reference(policy, good)[0]
@@ -251,7 +262,7 @@ def test_a_replica_that_sleeps_refuses_until_it_has_weights_again(policy, servin
         await serving.update(weights_of(policy[0]), 7, first=True, last=True)
         return await serving.generate(asked)
 
-    served = asyncio.run(life())
+    served = finish(life())
     assert served.version == 7
     assert list(served.token_ids) == reference(policy, asked)[0]
 
@@ -264,7 +275,7 @@ def test_a_cache_that_was_released_comes_back_without_new_weights(policy, servin
         serving.wake(["kv_cache"])
         return await serving.generate(ask(policy, PROMPTS[0], seed=1))
 
-    assert asyncio.run(life()).version is None
+    assert finish(life()).version is None
 
 
 def test_sleep_lets_what_was_accepted_end_and_takes_no_more(policy, serving):
@@ -279,7 +290,7 @@ def test_sleep_lets_what_was_accepted_end_and_takes_no_more(policy, serving):
         assert running.done()
         return await running
 
-    assert list(asyncio.run(life()).token_ids) == reference(policy, ask(policy, PROMPTS[0], seed=1))[0]
+    assert list(finish(life()).token_ids) == reference(policy, ask(policy, PROMPTS[0], seed=1))[0]
 
 
 def copy_of(policy):
@@ -308,7 +319,7 @@ def test_new_weights_are_the_policy_from_their_last_part_on(policy):
         await serving.update({name: new[name] for name in names[5:]}, 2, first=False, last=True)
         return old, await serving.generate(asked)
 
-    old, served = asyncio.run(life())
+    old, served = finish(life())
     changed = copy_of(policy)
     changed[0].load_state_dict(new, strict=False)
     assert list(old.token_ids) == reference(policy, asked, temperature=1.4)[0]
@@ -329,7 +340,7 @@ def test_weights_wait_for_a_continuation_under_way(policy):
         assert running.done()
         return await running
 
-    served = asyncio.run(life())
+    served = finish(life())
     assert served.version is None
     assert len(served.token_ids) == 40
     own[0].load_state_dict(weights_of(policy[0]), strict=False)
@@ -354,7 +365,7 @@ def test_weights_that_are_not_whole_are_refused(policy, change):
         await serving.update(new, 1, first=True, last=True)
 
     with pytest.raises(InputError, match="norm"):
-        asyncio.run(life())
+        finish(life())
     with pytest.raises(ReplicaAsleepError, match="no weights"):
         answers(serving, ask(policy, PROMPTS[0]))
 
@@ -395,7 +406,7 @@ def test_abort_hands_back_what_is_there_and_resume_lets_the_rest_go_on(policy, s
         serving.resume()
         return count, await running, await queued, await late
 
-    count, running, queued, late = asyncio.run(life())
+    count, running, queued, late = finish(life())
     assert count == 2
     assert running.stop == "aborted" and 0 < len(running.token_ids) < 60
     assert running.token_ids == whole[: len(running.token_ids)]
@@ -409,7 +420,7 @@ def test_a_replica_that_leaves_answers_with_nothing_instead_of_waiting(policy, s
         await serving.release(["weights", "kv_cache"], forget=True)
         return await asyncio.wait_for(serving.generate(ask(policy, PROMPTS[0])), 5)
 
-    assert asyncio.run(life()) == Served((), None, "aborted", None)
+    assert finish(life()) == Served((), None, "aborted", None)
 
 
 def test_who_waits_at_the_gate_of_a_sleeping_replica_is_served_after_it_woke(policy, serving):
@@ -428,7 +439,7 @@ def test_who_waits_at_the_gate_of_a_sleeping_replica_is_served_after_it_woke(pol
         serving.resume()
         return await waiting
 
-    assert asyncio.run(life()).version == 3
+    assert finish(life()).version == 3
 
 
 # What verl finds. These run in its environment.
@@ -507,7 +518,7 @@ def test_the_server_answers_as_verl_expects(on_cpu, policy, tmp_path, free_cache
             assert (await server.generate(ids, params, "r")).token_ids == served.token_ids
         return served
 
-    served = asyncio.run(life())
+    served = finish(life())
     tokens, logprobs = reference(policy, ask(policy, PROMPTS[0], seed=5), temperature=1.2)
     assert served.token_ids == tokens
     assert served.log_probs == pytest.approx(logprobs, abs=5e-5)
@@ -525,7 +536,7 @@ def test_weights_travel_in_buckets_of_a_size(size, sizes):
     async def all_of_them():
         return [each async for each in buckets(iter(weights), size)]
 
-    out = asyncio.run(all_of_them())
+    out = finish(all_of_them())
     assert [len(bucket) for bucket, _ in out] == sizes
     assert [last for _, last in out] == [False] * (len(sizes) - 1) + [True]
     assert [name for bucket, _ in out for name in bucket] == ["a", "b", "c", "d"]
@@ -552,7 +563,7 @@ def test_every_reader_gets_every_part_in_order_at_its_own_pace_and_the_next_mode
         readers = (reader(box, number, pause) for number, pause in enumerate((0, 0.004, 0.001)))
         return await asyncio.wait_for(asyncio.gather(sender(box), *readers), 20)
 
-    _, *read = asyncio.run(life())
+    _, *read = finish(life())
     assert read == [["a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]] * 3
 
 
@@ -567,7 +578,7 @@ def test_the_sender_is_at_most_a_part_ahead_of_the_slowest_reader():
         assert await box.take(1, 0) == ("first", False)
         await asyncio.wait_for(second, 5)
 
-    asyncio.run(life())
+    finish(life())
 
 
 @needs_verl
@@ -601,7 +612,7 @@ def test_weights_arrive_through_ray_as_they_were_sent(monkeypatch):
         calls = received(handle, 0), received(handle, 1), sent(handle, True), sent(handle, False)
         return await asyncio.wait_for(asyncio.gather(*calls), 20)
 
-    one, other, *senders = asyncio.run(life())
+    one, other, *senders = finish(life())
     assert one == other == [(f"w{i}", [float(i)] * 3) for i in range(7)]
     # Gathering a tensor is a collective: ranks that send nothing walk through all the same.
     assert senders == [[f"w{i}" for i in range(7)]] * 2

@@ -6,7 +6,7 @@ By hand, verl's GRPO (sample σ, ε = 1e-6): rewards 1, 0, 0, 0 have μ = .25, �
 Planted faults that these tests were seen to catch: padding rows counted; the base computed in our order; indices and
 sessions sorted as text; advantages read, or tokens trained, where the mask is 0; truncation by length or by stop token
 alone; a NaN left in the group; a worked solution as gold answer; groups of one prompt under one name; columns of the
-data set lost; advantages under verl's keys in our order; who is left alone paid as a group of one; a base not reordered.
+data set lost; advantages under verl's keys in our order; who is left alone paid as a group of one; a base in the wrong order.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ def test_an_advantage_of_zero_alpha_is_verls_own_bit_for_bit(reader: Reader, mon
     method = make_method("probepo", {"alpha": 0, "min_gap": 1})
     probes = Continuations.from_rewards(batch.rollouts, [(0, 1, [1.0, 0.0]), (4, 1, [1.0])])
     credit = method.assign(batch.rollouts, Evidence(probes), batch.base)
-    ours = dict(zip(batch_of(reader, rows, monkeypatch).keys, credit.token.split(batch.rollouts.length.tolist())))
+    ours = dict(
+        zip(batch_of(reader, rows, monkeypatch).keys, credit.token.split(batch.rollouts.length.tolist()), strict=True)
+    )
     for key, each in rows.items():
         assert torch.equal(ours[key], each["advantages"])
 

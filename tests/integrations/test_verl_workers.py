@@ -55,8 +55,10 @@ def config(**changes):
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=Rollout(**rollout)))
 
 
-def output(tokens, stop_reason="completed", **fields):
-    return SimpleNamespace(token_ids=list(tokens), stop_reason=stop_reason, extra_fields=fields)
+def output(tokens, stop_reason="completed", log_probs=None, **fields):
+    return SimpleNamespace(
+        token_ids=list(tokens), stop_reason=stop_reason, log_probs=log_probs, extra_fields=fields
+    )  # fmt: skip
 
 
 class Client:
@@ -126,6 +128,13 @@ def seed(m, text="7\x1f3\x1f12\x1f1\x1f2\x1f"):
     """Of continuation m of KEY: the low 31 bits of the first 8 bytes of a hash, little end first."""
     digest = hashlib.blake2b(f"{text}{m}".encode(), digest_size=8).digest()
     return (digest[0] + digest[1] * 256 + digest[2] * 256**2 + digest[3] * 256**3) % 2**31
+
+
+def test_the_first_of_a_state_brings_its_log_probabilities():
+    worker, client = made(lambda *_: output([3, STOP], log_probs=[-0.5, -0.25]))
+    answers, _ = probe(worker, (0, 1))
+    assert [call[2]["logprobs"] for call in client.calls] == [True, False]
+    assert answers[0].logprobs == (-0.5, -0.25) and answers[1].logprobs is None
 
 
 def test_each_number_is_one_request_with_its_own_seed_on_one_route():
@@ -403,7 +412,7 @@ def test_a_rescue_asks_for_an_answer_within_the_budget():
     answers, reason = probe(worker)
     assert [call[1:] for call in client.calls] == [
         ([4, 5, 6, 1, 2], {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0,
-                           "logprobs": False, "seed": seed(0), "max_tokens": 2}),
+                           "logprobs": True, "seed": seed(0), "max_tokens": 2}),
         ([4, 5, 6, 1, 2, 1, 1, 7, 8], {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0,
                                        "logprobs": False, "max_tokens": 2}),
     ]  # fmt: skip

@@ -47,7 +47,11 @@ def probe_gap(actors: Any, like: Any, probes: Sequence[Scored], temperature: flo
     if not probes:
         return Gap()
     source = tq.kv_batch_get(keys=like.keys[:1], partition_id=like.partition_id)[0]
-    template = {name: source[name] for name in source.keys() if name not in _STALE}
+    if source["position_ids"].dim() > 1:
+        # Positions of a model that sees: they depend on its pictures.
+        return Gap()
+    names = [name for name in list(source.keys()) if name not in _STALE]
+    template = {name: source[name] for name in names}
     name = f"gap{uuid.uuid4().hex}"
     keys = [f"{name}_{i}_0" for i in range(len(probes))]
     tags = [

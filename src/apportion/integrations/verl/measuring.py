@@ -19,10 +19,12 @@ from apportion.credit.method import CreditMethod
 from apportion.credit.pipeline import fresh_budget, stages_of
 from apportion.engines.base import Cost, Reading, Sampling
 from apportion.errors import InputError
+from apportion.integrations.verl.gap import Scored, probe_gap
 from apportion.integrations.verl.reading import Readers, needs_readings
 from apportion.integrations.verl.rows import Rows, versions
 from apportion.integrations.verl.workers import Answer, Probes
 from apportion.measure.evidence import Evidence, StepLabels
+from apportion.measure.gap import Gap
 from apportion.measure.plan import Job
 from apportion.measure.probe import Rescue, evidence_of
 from apportion.measure.readings import Asker, At, Measurement, evidence_from, reading_rows
@@ -51,6 +53,8 @@ class Measurer:
             _check_cue(self.tokenizer, stage)
         self.asker = Asker(self.tokenizer, self.decode, str(self.settings.seed))
         self.probes = self.readers = None
+        # Of the last step's probes, those that the actors may score too.
+        self.scored: list[Scored] = []
         if "continuations" in needs:
             self.probes = Probes(
                 config, trainer.get_llm_client(), trainer.get_reward_handles(), self.settings.probe,
@@ -83,7 +87,7 @@ class Measurer:
         jobs = method.plan(batch.rollouts, batch.base)
         found: dict[str, Any] = {}
         probes: list[Probe] = []
-        cost = Cost()
+        cost, self.scored = Cost(), []
         if self.probes is not None:
             wave = [job for job in jobs if isinstance(job, Job)]
             found["continuations"], probes = self._probe(rows, wave, step, metrics)
@@ -122,6 +126,7 @@ class Measurer:
             fresh_budget=fresh_budget(self.trainer.credit_method),
         )  # fmt: skip
         row_of = {(rollouts.name(i), rollouts.sample[i]): i for i in range(len(rollouts))}
+        prefix = {request.key: request.prefix_ids for request in requests}
         row = {request.key: row_of[request.key.prompt, request.key.sample] for request in requests}
         about = {key: rows.about[i] for key, i in row.items()}
         outcome = self.probes.run(requests, about, replicas=len(self.trainer.serving().get_replicas()))
@@ -132,6 +137,8 @@ class Measurer:
             if self._stale(answer, sampled_by[row[key]]):
                 counts["stale"] += 1
                 continue
+            if answer.logprobs is not None:
+                self.scored.append(Scored(prefix[key], answer.token_ids, answer.logprobs))
             kept.append(
                 Probe(row[key], key.position, m, answer.token_ids, answer.text, answer.reward, answer.finish,
                       answer.rescued, key)
@@ -141,6 +148,22 @@ class Measurer:
             log.warning("step %d: %d of %d probes did not come back: %s", step, len(outcome.lost),
                         len(outcome.lost) + len(outcome.answers), dict(reasons))  # fmt: skip
         return kept, counts, seen
+
+    def gap(self, meta: Any, metrics: dict[str, Any]) -> Gap:
+        """Between the replicas' log-probabilities and the actors', of one probe for each data-parallel rank.
+
+        Only where the probes were sampled with the weights that the actors have now.
+        """
+        newest = {float(self.trainer.global_steps - 1)}
+        if {metrics.get("probe/version_min"), metrics.get("probe/version_max")} != newest:
+            return Gap()
+        actors = self.trainer.actor_rollout_wg
+        ranks = max(actors._dispatch_info["actor"]) + 1
+        if len(self.scored) < ranks:
+            return Gap()
+        gap = probe_gap(actors, meta, self.scored[:ranks], self.trainer.config.actor_rollout_ref.rollout.temperature)
+        gap.warn(self.settings.probe.gap)
+        return gap
 
     def _stale(self, answer: Answer, sampled_by: tuple[int | None, int | None]) -> bool:
         """Whether any two of the weights that sampled a probe and its response are too many versions apart."""

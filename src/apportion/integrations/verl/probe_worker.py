@@ -42,6 +42,7 @@ class Answer:
         reward: None where the verifier abstained or failed. fault: why it failed, empty where it did not.
         version: the policy that sampled it, verl's number of the step; the last one where it changed on the way.
         oldest: the first one. None where the engine does not say.
+        logprobs: what the engine gave each token, of the first continuation of a state only, without a rescue.
     """
 
     m: int
@@ -53,6 +54,7 @@ class Answer:
     version: int | None
     oldest: int | None = None
     fault: str = ""
+    logprobs: tuple[float, ...] | None = None
 
 
 class NoAnswer(Exception):
@@ -64,6 +66,7 @@ class _Sampled:
     token_ids: tuple[int, ...]
     finish: Literal["stop", "length"]
     fields: Mapping[str, Any]
+    logprobs: tuple[float, ...] | None
 
 
 class ProbeWorker:
@@ -150,7 +153,10 @@ class ProbeWorker:
         if budget < 1:
             raise NoAnswer(f"max_model_len = {self._longest} leaves no room after {len(prefix)} tokens")
         route = f"{piece.route}/{m}" if self._own_routes else piece.route
-        sampling = self._sampling | ({"seed": request.key.stream(m) % 2**31} if self._seeded else {})
+        # Of one continuation of a state, to compare with the trainer's.
+        sampling = self._sampling | {"logprobs": m == request.first}
+        if self._seeded:
+            sampling["seed"] = request.key.stream(m) % 2**31
         reserved = rescue.tokens if rescue is not None and budget > rescue.tokens else 0
         sampled = await self._sample(route, prefix, budget - reserved, sampling)
         tokens, finish, fields = list(sampled.token_ids), sampled.finish, sampled.fields
@@ -165,7 +171,8 @@ class ProbeWorker:
             text = self._decode([*kept, *tokens])
         reward, fault = await self._grade(graded_as(prompt, [*kept, *tokens], row, fields))
         version = fields.get("max_global_steps")
-        return Answer(m, tuple(tokens), finish, rescued, text, reward, version, oldest, fault)
+        logprobs = None if rescued else sampled.logprobs
+        return Answer(m, tuple(tokens), finish, rescued, text, reward, version, oldest, fault, logprobs)
 
     async def _sample(self, route: str, prefix: list[int], budget: int, sampling: Mapping[str, Any]) -> _Sampled:
         """Raises NoAnswer where the engine broke off, returned nothing or more than the budget."""
@@ -181,7 +188,9 @@ class ProbeWorker:
         # "completed" says nothing, and a stop token that is the budget's last is reported as "length" by some.
         spent = len(tokens) == budget or output.stop_reason == "length"
         finish: Literal["stop", "length"] = "length" if spent and tokens[-1] not in self._stop_ids else "stop"
-        return _Sampled(tokens, finish, output.extra_fields)
+        given = output.log_probs if sampling["logprobs"] else None
+        logprobs = tuple(given) if given and len(given) == len(tokens) else None
+        return _Sampled(tokens, finish, output.extra_fields, logprobs)
 
     async def _ask(self, route: str, prefix: list[int], sampling: dict[str, Any]) -> Any:
         for _ in range(REPLICAS - 1):

@@ -40,6 +40,7 @@ class ProbeSettings(_Block):
         description="awake: rollout replicas sleep only after the probes; wake_again: they sleep while the trainer "
         "computes log-probabilities, and are given the same weights again for the probes",
     )
+    gap: float = Field(0.05, gt=0, description="mean log-probability gap, in nats, above which a warning is given")
     max_staleness: int | None = Field(
         None, ge=0, description="probes by weights this many versions away from their response's are left out"
     )
@@ -105,7 +106,8 @@ class CreditSettings(_Block):
         try:
             return make_method(list(self.method) if isinstance(self.method, tuple) else self.method, self.settings)
         except InputError as error:
-            name = "method" if error.field == "method" else f"settings.{error.field}"
+            # A setting of one method stands in `settings` itself, that of a stage in the stage's table.
+            name = "method" if error.field == "method" else f"settings.{error.field.removeprefix(f'{self.method}.')}"
             raise InputError(f"apportion.{name}", error.got, error.expected, error.fix) from None
 
     def load_step_verifier(self) -> Any:

@@ -8,6 +8,7 @@ Everything else is verl's.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -89,6 +90,7 @@ class CreditSteps(PPOTrainer):
         rows = self.reader.read(batch, self.local_trigger_step)
         with marked_timer("probe", self.timing_raw, color="olive"):
             measured, cost = self._measure(rows, metrics)
+            measured = replace(measured, gap=self.measurer.gap(batch, metrics))
         credit = self.credit_method.assign(rows.batch.rollouts, measured.evidence, rows.batch.base)
         # What the method remembers is for the next batch.
         self.credit_method = self.credit_method.after(rows.batch.rollouts)

@@ -59,7 +59,9 @@ class Probes:
 
     A worker that dies is replaced; its work goes to the others, and the new one joins with the next call, or at once
     where it was the last. Results are those of an undisturbed run, as far as the engine draws by seed
-    (`probe_worker.SEEDED`): a continuation is asked again by its key.
+    (`probe_worker.SEEDED`): a continuation is asked again by its key. What a worker had asked when it died stays in the
+    counts of verl's balancer, which sends that many fewer to those replicas from then on. A balancer that dies with its
+    node leaves every further continuation lost.
 
     Args:
         config: verl's whole configuration. llm_client: verl's client of the rollout replicas.
