@@ -4,6 +4,7 @@
 # make benchmarks   speed and memory as ratios, into benchmarks/fresh, set against the committed ones; SETS=FOLDER adds
 #              grading
 # make nightly   the vLLM engine against a real vLLM on the CPU, in an environment of its own
+# make cluster   the verl plugin in real runs of verl on the CPU, in an environment of its own (half an hour)
 # make pictures   the pictures of the page in docs/, from a demo run of their own
 # make papers   write docs/papers.md from the method registry
 # make evidence   the slow tests and measurements; results land in evidence/
@@ -11,12 +12,13 @@
 PYTHON ?= python3.11
 VENV := .venv
 VLLM := .venv-vllm
+VERL := .venv-verl
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 BENCHMARKS := continuations scoring credit_maths step cost_model $(if $(shell command -v chromium),page) $(if $(SETS),grading)
 
-.PHONY: demo test evidence benchmarks nightly pictures papers smol clean
+.PHONY: demo test evidence benchmarks nightly cluster pictures papers smol clean
 
 demo: $(READY)
 	$(BIN)/apportion demo
@@ -42,6 +44,9 @@ benchmarks: $(READY)
 
 nightly: $(VLLM)/.ready
 	$(VLLM)/bin/python -m pytest tests/engines/test_vllm_*.py tests/measure/test_gap.py
+
+cluster: $(VERL)/.ready
+	$(VERL)/bin/python -m pytest tests/integrations
 
 pictures: $(READY)
 	$(BIN)/apportion demo --seeds 3 --tokens 120000 -o runs/pictures
@@ -71,5 +76,13 @@ $(VLLM)/.ready: pyproject.toml
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+# No TRL here: verl 0.9 fails beside it.
+$(VERL)/.ready: pyproject.toml
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL) || python3 -m venv $(VERL)
+	$(VERL)/bin/pip install --quiet torch==2.13.0
+	$(VERL)/bin/pip install --quiet verl==0.9.1 ray==2.60.0 tensordict==0.10.0 TransferQueue==0.1.11 transformers==5.10.4 \
+		math-verify==0.9.0 pytest hypothesis -e '.[verl]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) build dist
+	rm -rf $(VENV) $(VLLM) $(VERL) build dist

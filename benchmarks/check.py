@@ -28,6 +28,7 @@ BOUNDS = [
     ("scoring", "gradient/peak_mib_above_the_model/512x16/ours", "high", 2.0),
     ("scoring", "memory/ours_mib/8192", "high", 2.0),
     ("step", "step/over", "high", 1.5),
+    ("cluster_schedule", "qwen3-4b/weak/512/efficiency", "low", 1.05),
     ("page", "bytes_per_token", "high", 1.5),
     ("page", "opening_over_plain/median", "high", 2.0),
     ("credit_maths", "methods/grpo/memory_over_batch", "high", 2.0),

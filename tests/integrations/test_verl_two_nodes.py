@@ -72,10 +72,10 @@ class Engine:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+        ids = drawn(prompt_ids, sampling_params)
         return SimpleNamespace(
-            token_ids=drawn(prompt_ids, sampling_params),
-            stop_reason="completed",
-            extra_fields={"global_steps": VERSION},
+            token_ids=ids, log_probs=[-0.5] * len(ids) if sampling_params["logprobs"] else None,
+            stop_reason="completed", extra_fields={"global_steps": VERSION},
         )  # fmt: skip
 
     async def seen(self):
@@ -119,9 +119,10 @@ def expected(asked, tokenizer):
             ids = drawn(list(r.prefix_ids), {"seed": seed, "max_tokens": r.budget})
             response = [*r.prefix_ids[3:], *ids]
             full = tokenizer.decode(response, skip_special_tokens=True)
+            scored = (-0.5,) * len(ids) if m == r.first else None
             found[r.key, m] = Answer(
                 m, tuple(ids), "stop" if ids[-1] == STOP else "length", False, full, float(sum(response)), VERSION,
-                VERSION,
+                VERSION, logprobs=scored,
             )  # fmt: skip
     return found
 

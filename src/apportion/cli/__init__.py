@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from apportion.cli import info, interchange, training
+from apportion.cli.cluster import cluster, cluster_data
 from apportion.cli.compare_credit import compare_credit
 from apportion.cli.cost import cost
 from apportion.cli.diagnose import diagnose
@@ -24,7 +25,8 @@ app = typer.Typer(
 )
 
 for command in (
-    training.demo, training.train, cost, inspect, watch, compare_credit, diagnose, evaluate, compare_evaluations,
+    training.demo, training.train, cluster, cluster_data, cost, inspect, watch, compare_credit, diagnose, evaluate,
+    compare_evaluations,
     interchange.plan, interchange.assign, interchange.grade, interchange.export,
     info.methods, info.doctor,
 ):  # fmt: skip

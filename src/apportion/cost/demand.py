@@ -55,21 +55,25 @@ def demand(
     *,
     slots: int = 256,
     fresh_budget: int = 0,
+    cache: int = _CACHE,
+    paged: bool = False,
 ) -> Demand:
     """The passes that the jobs take.
 
     Args:
         tokens: number of tokens of a text, for cues. slots: most continuations decoded together.
+        cache: tokens that its cache holds. paged: a row reads its own tokens of the cache, not the widest row's.
     """
     continued = [job for job in jobs if isinstance(job, Job)]
-    probing, generated, count = _continued(continued, rollouts, work, slots, fresh_budget)
+    room = _Room(slots, cache, paged)
+    probing, generated, count = _continued(continued, rollouts, work, room, fresh_budget)
     reading: list[Call] = []
     for kind in ("belief", "confidence", "sensitivity", "divergence"):
         own: list[Any] = [job for job in jobs if job.kind == kind]
         if kind == "belief":
             reading += _forced([_branches(job, rollouts, tokens, work.gold) for job in own], shape)
         elif kind == "confidence":
-            calls, more = _answered(own, rollouts, work, tokens, slots)
+            calls, more = _answered(own, rollouts, work, tokens, room)
             reading += calls
             generated += more
             reading += _forced([_branches(job, rollouts, tokens, work.gold) for job in own], shape)
@@ -84,8 +88,19 @@ def demand(
     return Demand(tuple(probing), tuple(reading), generated, count)
 
 
-def schedule(runs: Sequence[tuple[int, int]], slots: int) -> Iterator[Call]:
+@dataclass(frozen=True)
+class _Room:
+    """Of the engine that generates: see `demand`."""
+
+    slots: int
+    cache: int
+    paged: bool
+
+
+def schedule(runs: Sequence[tuple[int, int]], slots: int, paged: bool = False) -> Iterator[Call]:
     """Decoding steps of runs, (tokens cached at first, steps) each, that take a slot in turn as one becomes free.
+
+    Attention is over the widest row's tokens, or with a paged cache over each row's own.
 
     Two slots and steps (4, 2, 3) are 2 + 2 + 1 turns: of 2, 2 and 1 rows.
     """
@@ -102,7 +117,8 @@ def schedule(runs: Sequence[tuple[int, int]], slots: int) -> Iterator[Call]:
             return
         end = running[0][0]
         middle = (now + end) / 2
-        width = max(cached + middle - start for _, start, cached in running) + 0.5
+        widths = [cached + middle - start for _, start, cached in running]
+        width = (sum(widths) / len(widths) if paged else max(widths)) + 0.5
         yield decode(end - now, len(running), width, "slots")
         now = end
         while running and running[0][0] == now:
@@ -119,7 +135,7 @@ def _prompt(job: AnyJob, rollouts: Rollouts) -> int:
 
 
 def _continued(
-    jobs: Sequence[Job], rollouts: Rollouts, work: Workload, slots: int, fresh: int
+    jobs: Sequence[Job], rollouts: Rollouts, work: Workload, room: _Room, fresh: int
 ) -> tuple[list[Call], int, int]:
     """Passes, tokens and number of continuations. One goes on for as long as its own response did."""
     if not jobs:
@@ -136,7 +152,7 @@ def _continued(
         request.key: max(1, int(rollouts.length[rows[request.key.prompt, request.key.sample]]) - request.key.position)
         for request in asked
     }
-    calls = _slots(asked, lambda request: min(left[request.key], request.budget), slots)
+    calls = _slots(asked, lambda request: min(left[request.key], request.budget), room)
     generated = sum(min(left[request.key], request.budget) * request.samples for request in asked)
     return calls, generated, sum(request.samples for request in asked)
 
@@ -145,7 +161,7 @@ def _name(rollouts: Rollouts, job: AnyJob) -> tuple[str, int]:
     return rollouts.name(job.row), rollouts.sample[job.row]
 
 
-def _slots(requests: Sequence[Request], steps: Callable[[Request], int], slots: int) -> list[Call]:
+def _slots(requests: Sequence[Request], steps: Callable[[Request], int], room: _Room) -> list[Call]:
     """`TransformersEngine`: trunks prefilled together, then slots. The first token comes from the prefill."""
     from apportion.engines.slots import trunks_of
 
@@ -166,7 +182,7 @@ def _slots(requests: Sequence[Request], steps: Callable[[Request], int], slots: 
         (len(request.prefix_ids), steps(request) - 1)
         for trunk in trunks for request in trunk.requests for _ in range(request.samples)
     ]  # fmt: skip
-    return calls + list(schedule(runs, max(1, min(slots, _CACHE // longest))))
+    return calls + list(schedule(runs, max(1, min(room.slots, room.cache // longest)), room.paged))
 
 
 def _batches(lengths: Iterable[int]) -> Iterator[Call]:
@@ -227,7 +243,7 @@ def _forced(items: Sequence[_Branches], shape: ModelShape) -> Iterator[Call]:
 
 
 def _answered(
-    jobs: Sequence[ConfidenceJob], rollouts: Rollouts, work: Workload, tokens: Callable[[str], int], slots: int
+    jobs: Sequence[ConfidenceJob], rollouts: Rollouts, work: Workload, tokens: Callable[[str], int], room: _Room
 ) -> tuple[list[Call], int]:
     """Short answers sampled at every position: a gold answer's tokens and a stop."""
     requests = []
@@ -240,7 +256,7 @@ def _answered(
             ids = (*prompt, *kept, *([10**17] * tokens(job.cue)))
             requests.append(Request(key, ids, job.samples, job.tokens))
     taken = min(work.gold + 1, max((job.tokens for job in jobs), default=1))
-    return _slots(requests, lambda request: taken, slots), taken * sum(request.samples for request in requests)
+    return _slots(requests, lambda request: taken, room), taken * sum(request.samples for request in requests)
 
 
 def _read(job: SensitivityJob, rollouts: Rollouts) -> tuple[int, int]:

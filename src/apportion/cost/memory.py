@@ -23,7 +23,9 @@ class Training:
         compute: dtype of the passes. optimizer: TRL's name. recompute: gradient checkpointing.
         copies: of the whole model beside the policy: a reference. shards: devices that share weights, gradients and
             states. micro: tokens of a micro-batch, padding included; scored: those that reach the vocabulary.
-        cached: tokens in the cache while rollouts are generated.
+        cached: tokens in the cache while rollouts are generated. engine: bytes that a serving engine takes instead.
+        fused: logits are computed in tiles; else those of a whole micro-batch are kept, and their gradients.
+        beside: tokens whose logits are computed without gradients while the engine is awake.
     """
 
     trained: int
@@ -37,12 +39,15 @@ class Training:
     micro: float
     scored: float
     cached: float
+    engine: float = 0.0
+    fused: bool = True
+    beside: float = 0.0
 
 
 def memory_of(shape: ModelShape, training: Training) -> dict[str, float]:
-    """Bytes by part: weights, reference, gradients, optimizer, activations, logits, cache, and `peak`.
+    """Bytes by part: weights, reference, gradients, optimizer, activations, logits, cache (or engine), and `peak`.
 
-    The cache and what an update needs are never held together: peak = weights + reference + optimizer +
+    The cache (or engine) and what an update needs are never held together: peak = weights + reference + optimizer +
     max(cache, gradients + activations + logits). Llama-7B in float32 with AdamW holds 4 + 4 + 8 bytes a weight: 26.95,
     26.95 and 53.91 GB.
     """
@@ -64,5 +69,11 @@ def memory_of(shape: ModelShape, training: Training) -> dict[str, float]:
         "logits": 2.0 * min(_TILE, training.scored) * shape.vocab * 4,
         "cache": training.cached * shape.kv_numbers * number,
     }
+    if not training.fused:
+        parts["logits"] += 2.0 * training.scored * shape.vocab * number
+    if training.engine:
+        del parts["cache"]
+        parts["engine"] = training.engine
     update = parts["gradients"] + parts["activations"] + parts["logits"]
-    return parts | {"peak": parts["weights"] + parts["reference"] + parts["optimizer"] + max(parts["cache"], update)}
+    generation = parts.get("engine", parts.get("cache", 0.0)) + training.beside * shape.vocab * number
+    return parts | {"peak": parts["weights"] + parts["reference"] + parts["optimizer"] + max(generation, update)}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from apportion.cost.demand import Demand, demand, planned
 from apportion.cost.hardware import Hardware
 from apportion.cost.memory import USABLE, Training, memory_of
 from apportion.cost.roofline import Call, decode, exchange, padded, seconds
+from apportion.cost.serving import Serving
 from apportion.cost.shape import BYTES, ModelShape
 from apportion.cost.standin import Workload, standin, stated_answer
 from apportion.cost.trees import grown
 from apportion.credit.method import CreditMethod
-from apportion.credit.pipeline import stages_of
+from apportion.credit.pipeline import fresh_budget, stages_of
 from apportion.errors import InputError
 
 # Stand-in groups that a prediction averages over, and tokens of one stand-in batch that are worth their time.
@@ -77,11 +79,13 @@ class Plan:
         old, reference: passes over the batch that TRL makes without gradients for itself.
         stream: one loop samples and probes; predicted as if one came after the other.
         graded: whether a response's grading costs what a mathematical answer's does.
+        serving: the engine beside the trainer that generates, None where the trainer's own weights do.
+        packed: most tokens of a micro-batch whose rows are laid end to end; 0 where they are padded to one width.
     """
 
     method: CreditMethod
     training: Training
-    micro: int
+    micro: float
     steps: int
     generations: float
     old: int
@@ -91,6 +95,8 @@ class Plan:
     probe_rows: int
     graded: bool
     tokens: Callable[[str], int] = field(repr=False)
+    serving: Serving | None = None
+    packed: int = 0
 
 
 def predict(shape: ModelShape, plan: Plan, work: Workload, hardware: Hardware) -> Prediction:
@@ -153,11 +159,18 @@ def _notes(plan: Plan, found: Prediction) -> tuple[str, ...]:
 
 
 def _predict(shape: ModelShape, plan: Plan, work: Workload, hardware: Hardware, worst: bool) -> Prediction:
-    method, needs = plan.method, plan.method.needs
-    rollout, generated, rows, width = _rollout(shape, plan, work)
-    asked = _measured(shape, plan, work, worst)
-    response = width - work.longest_prompt
+    method, needs, serving = plan.method, plan.method.needs, plan.serving
+    engine = hardware if serving is None else serving.replica(hardware)
+    # What is generated and measured is counted by replica, which has the rows of `split` devices.
+    split = hardware.devices // engine.devices
+    served = replace(work, rows=work.rows * split)
+    rollout, generated, rows, width = _rollout(shape, plan, served, engine)
+    asked = _measured(shape, plan, served, engine, worst)
+    rows, response = rows / split, width - work.longest_prompt
     batch = padded(plan.micro, width, times=rows / plan.micro, logits=plan.micro * response)
+    if plan.packed:
+        length = work.prompt + work.response
+        batch = padded(plan.micro, length, times=rows / plan.micro, masked=False, logits=plan.micro * work.response)
     owns_old = {"entropy", "old_logprob", "continuations"} & needs and not plan.old
     owns_reference = "ref_logprob" in needs and not plan.reference
     own = bool(owns_old) + bool(owns_reference)
@@ -168,20 +181,28 @@ def _predict(shape: ModelShape, plan: Plan, work: Workload, hardware: Hardware, 
         dtype, stored = plan.training.compute, plan.training.dtype
         return sum(times * seconds(call, shape, hardware, dtype, stored) for times, call in calls)
 
+    def engaged(calls: list[tuple[float, Call]]) -> float:
+        if serving is None:
+            return timed(calls)
+        alone = sum(times * seconds(call, shape, engine, serving.dtype) for times, call in calls)
+        return alone + serving.summing(calls, shape, hardware)
+
     often, overheads = plan.generations, hardware.overheads
     size = 4 if plan.training.adapter else BYTES[plan.training.dtype]
     sharded = plan.training.shards > 1
     moved = shape.parameters if sharded else plan.training.trained
     states = plan.training.trained / plan.training.shards * size * _ADAM_TRAFFIC
-    graded = (rows + asked.continuations) * often * plan.graded
+    graded = (rows + asked.continuations / split) * often * plan.graded
+    # Under a serving engine one process reads all rollouts; probes are read where they are graded.
+    texts = hardware.devices if serving else 1
     parts = {
-        "rollouts": timed([(often, call) for call in rollout]),
+        "rollouts": engaged([(often, call) for call in rollout]),
         "reference and old log-probabilities": timed([(often * (plan.old + plan.reference), batch)]),
-        "probing": timed([(often, call) for call in asked.probing]),
-        "reading": timed([(often, call) for call in asked.reading]),
+        "probing": engaged([(often, call) for call in asked.probing]),
+        "reading": timed([(often / split, call) for call in asked.reading]),
         "grading": graded * overheads.grade,
         "log-probabilities for credit": timed([(often * own, batch)]),
-        "text and records": often * (work.rows * work.response + asked.generated) * overheads.token,
+        "text and records": often * (texts * work.rows * work.response + asked.generated / split) * overheads.token,
         "passes of the update": timed([(1.0, update)]),
         "optimizer": states / hardware.rate(states) + overheads.step,
         "exchange of gradients": exchange(moved, size, hardware, sharded, plan.steps),
@@ -192,8 +213,8 @@ def _predict(shape: ModelShape, plan: Plan, work: Workload, hardware: Hardware, 
         "credit": ["log-probabilities for credit", "text and records"],
         "update": ["passes of the update", "optimizer", "exchange of gradients"],
     }  # fmt: skip
-    extra = [*asked.probing, *asked.reading, *([batch] * own)]
-    n = hardware.devices
+    extra = [*asked.probing, *asked.reading, *([replace(batch, times=batch.times * split)] * own)]
+    n = engine.devices
     tokens = {
         "tokens/actor": n * often * generated,
         "probe/tokens": n * often * asked.generated,
@@ -204,8 +225,10 @@ def _predict(shape: ModelShape, plan: Plan, work: Workload, hardware: Hardware, 
     }
     cached = rows * width if not plan.vllm else rows * (work.prompt + work.response)
     training = replace(
-        plan.training, micro=plan.micro * width, scored=plan.micro * response, cached=cached,
-        copies=int(bool(plan.reference or owns_reference) and not plan.training.adapter),
+        plan.training, micro=plan.packed or plan.micro * width, scored=plan.packed or plan.micro * response,
+        cached=cached, copies=int(bool(plan.reference or owns_reference) and not plan.training.adapter),
+        engine=serving.share * hardware.memory if serving else 0.0,
+        beside=plan.packed if serving and not serving.sleeps else 0.0,
     )  # fmt: skip
     return Prediction(
         method.name, hardware, tokens, {phase: sum(parts[name] for name in names) for phase, names in phases.items()},
@@ -213,9 +236,12 @@ def _predict(shape: ModelShape, plan: Plan, work: Workload, hardware: Hardware, 
     )  # fmt: skip
 
 
-def _rollout(shape: ModelShape, plan: Plan, work: Workload) -> tuple[list[Call], float, float, int]:
+def _rollout(shape: ModelShape, plan: Plan, work: Workload, engine: Hardware) -> tuple[list[Call], float, float, int]:
     """Passes of one generation batch, tokens it generates, rows that are trained, and their padded width."""
     width = work.longest_prompt + work.longest
+    if plan.serving is not None:
+        calls = plan.serving.rollouts(work, plan.serving.cache(shape, engine))
+        return calls, work.rows * work.response, work.rows, width
     tree = grown(plan.method, work, plan.probe_rows)
     if tree is not None:
         return tree.calls, tree.generated, tree.trained or work.rows, width
@@ -229,7 +255,7 @@ def _rollout(shape: ModelShape, plan: Plan, work: Workload) -> tuple[list[Call],
     return [prefill, turns], generated, work.rows, width
 
 
-def _measured(shape: ModelShape, plan: Plan, work: Workload, worst: bool) -> Demand:
+def _measured(shape: ModelShape, plan: Plan, work: Workload, engine: Hardware, worst: bool) -> Demand:
     """One generation batch's measurements on one device: means over a few stand-in batches."""
     method = plan.method
     if not _MEASURED & method.needs:
@@ -240,12 +266,15 @@ def _measured(shape: ModelShape, plan: Plan, work: Workload, worst: bool) -> Dem
     most = max(1, int(_TOKENS / (work.size * work.response)))
     groups = min(work.groups, most)
     draws = 1 if worst else max(1, min(-(-_GROUPS // groups), most // groups))
-    fresh = max(getattr(stage, "fresh_budget", 0) for stage in stages_of(method))
+    fresh = fresh_budget(method)
+    room: dict[str, Any] = {"slots": plan.probe_rows}
+    if plan.serving is not None:
+        room = {"slots": plan.serving.slots, "cache": plan.serving.cache(shape, engine), "paged": True}
     found = []
     for draw in range(draws):
         rollouts = standin(replace(work, rows=groups * work.size), answer, draw, worst)
         jobs = planned(method, rollouts)
-        found.append(demand(jobs, rollouts, work, shape, plan.tokens, slots=plan.probe_rows, fresh_budget=fresh))
+        found.append(demand(jobs, rollouts, work, shape, plan.tokens, fresh_budget=fresh, **room))
     share = work.rows / (groups * work.size) / draws
     return Demand(
         tuple(replace(call, times=call.times * share) for each in found for call in each.probing),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,22 +98,42 @@ def read_shape(folder: Path) -> ModelShape:
     Raises:
         InputError: a configuration that cannot be read, or a mixture of experts, whose cost this does not model.
     """
+    from transformers import AutoConfig
+
+    def read() -> Any:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+    return _shape(f"{folder}, whose config.json", read)
+
+
+def shape_from(numbers: Mapping[str, Any]) -> ModelShape:
+    """The shape of a model whose folder is not here, from the entries of its config.json that decide it.
+
+    Raises:
+        InputError: as `read_shape`.
+    """
+    from transformers import AutoConfig
+
+    return _shape("numbers that", lambda: AutoConfig.for_model(**numbers))
+
+
+def _shape(named: str, read: Callable[[], Any]) -> ModelShape:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = read()
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     # Every architecture fails in its own way.
     except Exception as error:
         raise InputError(
-            "model.name", f"{folder}, whose config.json makes no language model ({str(error).splitlines()[0][:120]})",
+            "model.name", f"{named} makes no language model ({str(error).splitlines()[0][:120]})",
             "a causal language model that transformers knows",
         ) from error  # fmt: skip
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise InputError("model.name", f"{folder}, a mixture of experts", "a dense model: experts are not modelled")
+        raise InputError("model.name", f"{named} makes a mixture of experts", "a dense model: experts are not modelled")
     hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
     vocab, tied = text.vocab_size, bool(getattr(config, "tie_word_embeddings", False))
     total = sum(p.numel() for p in model.parameters())

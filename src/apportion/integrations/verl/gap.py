@@ -42,7 +42,7 @@ def probe_gap(actors: Any, like: Any, probes: Sequence[Scored], temperature: flo
 
     Args:
         actors: verl's worker group. like: the KVBatchMeta of the step, a row of which lends its other fields.
-        probes: as many as the actors have data-parallel ranks, or a multiple.
+        probes: whole micro-batches for every data-parallel rank.
     """
     if not probes:
         return Gap()

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 from transformers import GenerationConfig
@@ -150,18 +151,20 @@ class Measurer:
         return kept, counts, seen
 
     def gap(self, meta: Any, metrics: dict[str, Any]) -> Gap:
-        """Between the replicas' log-probabilities and the actors', of one probe for each data-parallel rank.
+        """Between the replicas' log-probabilities and the actors', over a micro-batch of probes on each rank.
 
         Only where the probes were sampled with the weights that the actors have now.
         """
         newest = {float(self.trainer.global_steps - 1)}
         if {metrics.get("probe/version_min"), metrics.get("probe/version_max")} != newest:
             return Gap()
-        actors = self.trainer.actor_rollout_wg
-        ranks = max(actors._dispatch_info["actor"]) + 1
-        if len(self.scored) < ranks:
+        if not self.scored:
             return Gap()
-        gap = probe_gap(actors, meta, self.scored[:ranks], self.trainer.config.actor_rollout_ref.rollout.temperature)
+        actors, rollout = self.trainer.actor_rollout_wg, self.trainer.config.actor_rollout_ref.rollout
+        # verl wants whole micro-batches on every rank; where there are fewer probes, some are scored twice.
+        size = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu or 1
+        count = size * (max(actors._dispatch_info["actor"]) + 1)
+        gap = probe_gap(actors, meta, list(islice(cycle(self.scored), count)), rollout.temperature)
         gap.warn(self.settings.probe.gap)
         return gap
 

@@ -115,15 +115,19 @@ def check(recipe: Recipe) -> None:
     """What verl and apportion would refuse when the run starts.
 
     Raises:
-        InputError: the first of it, with what verl says.
+        InputError: the first of it, with what verl says; a text where verl has a number.
     """
     from omegaconf import OmegaConf
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    config = recipe.config
+    config, credit = recipe.config, recipe.credit
     with _refused(recipe.path), contextlib.redirect_stdout(io.StringIO()):
         OmegaConf.to_container(config, resolve=True)
+        for key, value, usual in _misfits(_tree(config), _tree(_verl_alone())):
+            raise InputError(key, repr(value), f"a value like {usual!r}, which verl has there")
+        if credit is not None:
+            check_config(config, credit, credit.make_method())
         for name in _PARTS:
             omega_conf_to_dataclass(OmegaConf.select(config, name))
         validate_config(config, need_reference_policy(config), need_critic(config))
@@ -139,9 +143,6 @@ def check(recipe: Recipe) -> None:
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu,
             f"at least {width}, the longest prompt and response: a row is not split over passes",
         )  # fmt: skip
-    credit = recipe.credit
-    if credit is not None:
-        check_config(config, credit, credit.make_method())
 
 
 def check_files(recipe: Recipe) -> None:
@@ -245,6 +246,16 @@ def _unknown(tree: Mapping[str, Any], base: Any, at: str = "") -> Iterator[tuple
             yield name, known
         elif isinstance(value, Mapping) and isinstance(base.get(key), Mapping) and base[key]:
             yield from _unknown(value, base[key], name)
+
+
+def _misfits(tree: Mapping[str, Any], base: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Texts, lists and tables where verl has a number or a switch, which its dataclasses would take as they come."""
+    for key, value in tree.items():
+        usual, name = base.get(key), f"{at}.{key}" if at else str(key)
+        if isinstance(usual, Mapping) and isinstance(value, Mapping):
+            yield from _misfits(value, usual, name)
+        elif isinstance(usual, int | float) and isinstance(value, str | list | Mapping) and "${" not in value:
+            yield name, value, usual
 
 
 def _fields(target: str | None) -> list[str]:

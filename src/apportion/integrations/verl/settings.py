@@ -32,7 +32,7 @@ class ProbeSettings(_Block):
     """How probes are spread over verl's replicas."""
 
     workers: int = Field(0, ge=0, description="Ray actors that ask and grade; 0: as many as verl's agent loop has")
-    in_flight: int = Field(64, ge=1, description="continuations that may be out at a time, for each replica")
+    in_flight: int = Field(256, ge=1, description="continuations that may be out at a time, for each replica")
     retries: int = Field(2, ge=0, description="how often what did not come back is asked again")
     timeout_s: float = Field(600.0, gt=0, description="seconds after which a piece of work is asked again")
     replicas: Literal["awake", "wake_again"] = Field(

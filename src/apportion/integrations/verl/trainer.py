@@ -59,6 +59,9 @@ class CreditSteps(PPOTrainer):
         self._probes = "continuations" in self.credit_method.needs
         self._awake = self._probes and self.colocated and self.credit_settings.probe.replicas == "awake"
         super().__init__(config)
+        if config.trainer.device == "cpu":
+            # Steps are short there, and no setting of verl's own buffers reaches the 2 s between its polls.
+            self.replay_buffer.poll_interval = 0.05
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
