@@ -18,7 +18,7 @@ TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
 
 
 def installed(monkeypatch, **found):
-    monkeypatch.setattr(versions, "found_version", lambda package, module=None: found[package])
+    monkeypatch.setattr(versions, "found_version", lambda package, module=None: found.get(package))
 
 
 @pytest.mark.parametrize("found", ["0.9.1", "0.9.2", "0.9.10", "0.9.1+cu128", "0.9.1.post1", "0.9.2.dev3"])
@@ -51,6 +51,14 @@ def test_what_is_missing_is_named(monkeypatch, found, named):
     installed(monkeypatch, **found)
     with pytest.raises(InputError, match=named):
         versions.check_verl()
+
+
+def test_a_trl_that_verl_fails_beside_is_named(monkeypatch):
+    installed(monkeypatch, verl="0.9.1", TransferQueue="0.1.11", trl="1.16.0")
+    with pytest.raises(InputError, match=r"trl: got 1\.16\.0 beside verl.*pip uninstall trl"):
+        versions.check_verl()
+    installed(monkeypatch, verl="0.9.1", TransferQueue="0.1.11", trl="0.27.0")
+    versions.check_verl()
 
 
 def test_the_imported_package_counts_and_not_the_installed_one(monkeypatch):

@@ -23,6 +23,7 @@ SUPPORTED = ">=0.9.1,<0.10"
 TESTED = "0.9.1"
 # verl asks for it in an extra only, so that pip may have left it out. Ray and tensordict are bounded by verl itself.
 TRANSFER_QUEUE = ">=0.1.10,<0.2"
+TRL = "<1"
 
 _V1 = "verl.trainer.ppo.v1"
 _BASE = f"{_V1}.trainer_base"
@@ -120,10 +121,10 @@ ABSTRACT: Mapping[str, tuple[str, ...]] = {
 
 
 def check_verl() -> None:
-    """Whether the installed verl, and what it reads rows from, are versions that the plugin is written for.
+    """Whether the installed verl, what it reads rows from and what stands beside it are of versions that go together.
 
     Raises:
-        InputError: one is missing or outside the supported range; says what was found and how to mend it.
+        InputError: one is missing or outside the supported range, or TRL is one that verl fails with; says what was found and how to mend it.
     """
     for package, module, supported in (
         ("verl", "verl", SUPPORTED),
@@ -136,6 +137,12 @@ def check_verl() -> None:
             good = False
         if not good:
             raise InputError(package, found or "none installed", supported, f"pip install '{package}{supported}'")
+    trl = found_version("trl")
+    if trl is not None and not SpecifierSet(TRL).contains(trl, prereleases=True):
+        raise InputError(
+            "trl", f"{trl} beside verl", f"none, or {TRL}: verl 0.9 imports a value head from it that TRL 1 has not",
+            "pip uninstall trl, or an environment of its own for verl",
+        )  # fmt: skip
 
 
 def check_signatures() -> None:
