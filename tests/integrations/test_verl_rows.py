@@ -6,7 +6,8 @@ By hand, verl's GRPO (sample σ, ε = 1e-6): rewards 1, 0, 0, 0 have μ = .25, �
 Planted faults that these tests were seen to catch: padding rows counted; the base computed in our order; indices and
 sessions sorted as text; advantages read, or tokens trained, where the mask is 0; truncation by length or by stop token
 alone; a NaN left in the group; a worked solution as gold answer; groups of one prompt under one name; columns of the
-data set lost; advantages under verl's keys in our order; who is left alone paid as a group of one; a base in the wrong order.
+data set lost; advantages under verl's keys in our order; who is left alone paid as a group of one; a base in the
+wrong order.
 """
 
 from __future__ import annotations

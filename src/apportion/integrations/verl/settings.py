@@ -20,8 +20,9 @@ from apportion.measure.batch import READ
 
 Refusal = tuple[bool, str, object, str, str]
 
-# Policy losses of verl in which a token's term takes that token's own advantage and no other's; each is tested.
-TOKEN_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "cispo")
+# Policy losses of verl in which a token's gradient takes that token's own advantage and no other's; each is tested.
+# verl's gspo is among them: its ratio is the sequence's, its gradient the token's (GSPO-token).
+TOKEN_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "sapo", "gpg", "cispo", "gspo")
 
 
 class _Block(BaseModel):
@@ -160,8 +161,8 @@ def _refusals(config: Any, settings: CreditSettings, method: CreditMethod) -> It
     )  # fmt: skip
     yield (
         method.per_token and loss not in TOKEN_LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode", repr(loss),
-        f"one of {', '.join(TOKEN_LOSSES)}: those are tested to give each token its own advantage, and a "
-        f"sequence-level loss would average {name}'s credit away",
+        f"one of {', '.join(TOKEN_LOSSES)}: those are tested to give each token its own advantage; a loss that "
+        f"averages over a sequence would lose {name}'s credit",
         "set loss_mode=vanilla",
     )  # fmt: skip
     yield (

@@ -124,7 +124,8 @@ def check_verl() -> None:
     """Whether the installed verl, what it reads rows from and what stands beside it are of versions that go together.
 
     Raises:
-        InputError: one is missing or outside the supported range, or TRL is one that verl fails with; says what was found and how to mend it.
+        InputError: one is missing or outside the supported range, or TRL is one that verl fails with; says what was
+            found and how to mend it.
     """
     for package, module, supported in (
         ("verl", "verl", SUPPORTED),
