@@ -45,7 +45,8 @@ def probe(group: str, row: int, position: int, m: int, reward: float | None) -> 
 
 def credit(row: int, starts: list[int]) -> dict[str, Any]:
     names = ("start", "end", "raw", "shrunk", "stderr", "increment", "samples")
-    return {"row": row, "segments": [dict.fromkeys(names, 0.0) | {"start": float(at)} for at in starts]}
+    segments = [dict.fromkeys(names, 0.0) | {"start": float(at)} for at in starts]
+    return {"row": row, "method": "probepo", "segments": segments}
 
 
 ROLLOUTS = [
@@ -82,6 +83,15 @@ def test_readings_come_back_as_the_kind_they_were() -> None:
         "importance": [0.1, 0.2, 0.0, 0.0],
         "answer_start": 3,
     }
+
+
+def test_a_response_without_an_answer_to_weigh_says_so() -> None:
+    weighed = {"kind": "sensitivity", "row": 1, "position": 3, "values": [0.1, 0.2, 0.0, 0.0]}
+    rows = recorded_rows(ROLLOUTS, [weighed], [{**row, "method": "oar_p"} for row in CREDIT])
+    assert rows[0]["evidence"] == {"answer_start": None}
+    assert rows[1]["evidence"] == {"importance": [0.1, 0.2, 0.0, 0.0], "answer_start": 3}
+    # A method that is not installed here: nothing is known of what it looked for.
+    assert "evidence" not in recorded_rows(ROLLOUTS, [], [{**row, "method": "elsewhere"} for row in CREDIT])[0]
 
 
 @pytest.fixture

@@ -164,7 +164,7 @@ def test_weights_are_those_of_the_moment(found: Any, model: Any) -> None:
 
 
 def test_half_precision_where_it_is_asked_for(found: Any, model: Any) -> None:
-    """A belief in bfloat16 is a plain bfloat16 model's, and off float32 by more than rounding."""
+    """A belief in bfloat16 is a plain bfloat16 model's up to its rounding, which depends on what is read beside it."""
     half = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     half.load_state_dict(model.state_dict())
     requests = asked()
@@ -172,7 +172,7 @@ def test_half_precision_where_it_is_asked_for(found: Any, model: Any) -> None:
     readings, _ = found["bfloat16"]
     for at in requests:
         if at[0] == "belief":
-            torch.testing.assert_close(readings[at].values, expected[at].values, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(readings[at].values, expected[at].values, atol=0.0, rtol=2e-2)
     assert any(
         (readings[at].values - found["first"][0][at].values).abs().max() > 1e-3 for at in requests if at[0] == "belief"
     )

@@ -131,7 +131,7 @@ def test_a_misspelt_key_of_a_setting_is_named(key: str, close: str) -> None:
 def test_a_misspelt_setting_of_apportions_is_named() -> None:
     with pytest.raises(InputError, match=r"apportion\.probe\.in_flihgt.*'in_flight'"):
         check(compose(QWEN, settings={"apportion.probe.in_flihgt": 3}))
-    with pytest.raises(InputError, match=r"apportion\.settings\.probepo\.budgt.*'budget'"):
+    with pytest.raises(InputError, match=r"apportion\.settings\.budgt.*'budget'"):
         check(compose(QWEN, settings={"apportion.settings.budgt": 3}))
 
 
@@ -144,7 +144,7 @@ def test_a_misspelt_setting_of_apportions_is_named() -> None:
         ({"trainer.v1.trainer_mode": "apportion_sink"}, "apportion_sink"),
         ({"data.max_response_length": 60_000}, "ppo_max_token_len_per_gpu"),
         ({"algorithm.adv_estimator": "gae"}, "adv_estimator"),
-        ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "loss_mode"),
+        ({"actor_rollout_ref.actor.policy_loss.loss_mode": "geo_mean"}, "loss_mode"),
         ({"data.train_files": "${nothing.there}"}, "nothing"),
     ],
 )

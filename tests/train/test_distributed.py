@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+
+from apportion.train.compatibility import _measuring
 
 HERE = Path(__file__).parent
 
@@ -30,6 +35,32 @@ def outputs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     printed = run([*torchrun, *script, str(out / "two")], 300)
     assert "rank 0 done" in printed and "rank 1 done" in printed
     return out / "one", out / "two"
+
+
+def test_zero_stage_2_gives_the_same_credit(outputs: tuple[Path, Path], policy: Path, tmp_path: Path) -> None:
+    """It shards gradients and optimiser state; parameters, which measuring reads, are whole on each rank."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    script = [str(HERE / "two_ranks.py"), str(policy), str(tmp_path), "zero2"]
+    run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script], 300)
+    for step in (0, 1):
+        alone = torch.load(outputs[0] / f"credit-{step}-0.pt", weights_only=True)
+        for rank in (0, 1):
+            found = torch.load(tmp_path / f"credit-{step}-{rank}.pt", weights_only=True)
+            assert all(torch.equal(found[name], alone[name]) for name in ("ids", "row", "start", "raw", "token"))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("as_file", [False, True])
+def test_stage_3_is_refused_by_name(stage: int, as_file: bool, tmp_path: Path) -> None:
+    table: Any = {"zero_optimization": {"stage": stage}}
+    if as_file:
+        (tmp_path / "zero.json").write_text(json.dumps(table))
+        table = str(tmp_path / "zero.json")
+    options = SimpleNamespace(
+        deepspeed=table, fsdp=[], generation_kwargs=None, use_transformers_continuous_batching=False, use_vllm=False
+    )
+    refused = [field for wrong, field, *_ in _measuring(options, "probepo", False) if wrong]
+    assert refused == (["deepspeed"] if stage == 3 else [])
 
 
 @pytest.mark.parametrize("step", [0, 1])

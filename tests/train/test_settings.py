@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from apportion.errors import InputError
 from apportion.train.settings import RunConfig, load_config, resume_config, save_config, to_toml
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+RECIPES = sorted(
+    path for kind in ("*.toml", "trl/*.toml") for path in (Path(__file__).parents[2] / "recipes").glob(kind)
+)
 
 
 def written(path: Path, text: str) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,28 @@ class Recorded(CreditTrainer):
         return credited
 
 
-def main(policy: str, out: str) -> None:
+def zero_2() -> dict[str, Any]:
+    """DeepSpeed with gradients and optimiser state sharded, and no parameters."""
+    # Else it compiles an operator of its own for gloo's reductions.
+    sys.modules["deepspeed.comm.torch"] = import_module("deepspeed.comm.torch")
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    return {
+        "deepspeed": {
+            **dict.fromkeys(auto, "auto"), "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+    }  # fmt: skip
+
+
+def main(policy: str, out: str, sharded: str = "") -> None:
     torch.set_num_threads(1)
+    ranks = zero_2() if sharded else {"ddp_backend": "gloo"}
     Path(out).mkdir(parents=True, exist_ok=True)
     trainer = tiny.trainer(
         Path(policy), Path(out), cls=Recorded, per_device_train_batch_size=8 // WORLD, max_steps=STEPS,
         num_generations=SIZE, shuffle_dataset=False, run_folder=str(Path(out) / "run"), budget=12, shortlist=1.0,
-        learning_rate=0.0, **({"ddp_backend": "gloo"} if WORLD > 1 else {}),
+        learning_rate=0.0, **(ranks if WORLD > 1 else {}),
     )  # fmt: skip
     assert trainer.accelerator.num_processes == WORLD, "the launcher started another number of processes"
     assert trainer.model_wrapped is trainer.model

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
+from apportion.credit.registry import method_class
+from apportion.errors import InputError
 from apportion.interchange.rows import Row
 
 Record = Mapping[str, Any]
@@ -31,11 +33,15 @@ def recorded_rows(rollouts: Sequence[Record], evidence: Sequence[Record], credit
             states[_state(rollouts[row["row"]], row["position"])][row["m"]] = _number(row["reward"])
         else:
             readings[row["row"]].append(row)
+    weighed = bool(_needs(credit) & {"sensitivity", "divergence"})
     out = []
     for i, (row, given) in enumerate(zip(rollouts, credit, strict=True)):
         starts = own[i] | {int(segment["start"]) for segment in given["segments"] or ()}
         probed = [(at, states.get(_state(row, at))) for at in sorted(starts)]
         found = _readings(readings[i])
+        if weighed and "importance" not in found:
+            # What the method looked for and did not find, such as a stated answer.
+            found["answer_start"] = None
         if states:
             found["continuations"] = [
                 {"position": at, "rewards": [rewards[m] for m in sorted(rewards)]} for at, rewards in probed if rewards
@@ -49,6 +55,14 @@ def recorded_rows(rollouts: Sequence[Record], evidence: Sequence[Record], credit
             }
         )  # fmt: skip
     return out
+
+
+def _needs(credit: Sequence[Record]) -> frozenset[str]:
+    """What the recorded method reads; nothing that is known where it is not installed here."""
+    try:
+        return method_class(credit[0]["method"]).needs if credit else frozenset()
+    except InputError:
+        return frozenset()
 
 
 def _state(row: Record, position: int) -> tuple[str, tuple[int, ...]]:

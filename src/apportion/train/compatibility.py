@@ -7,7 +7,9 @@ whose token terms are linear in the token's own advantage; LoRA, gradient accumu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apportion.credit.baselines import GRPO
@@ -67,7 +69,7 @@ def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
     columns = set(getattr(trainer.train_dataset, "column_names", None) or [])
     needs = f"nothing: {method.name} reads responses as token ids alone, and "
     use = "use method='grpo', or leave it out"
-    sharded = "one process or DDP: measuring with a sharded model is not tested"
+    sharded = "one process, DDP, or ZeRO up to stage 2: measuring with a sharded model is not tested"
     _refuse(
         iter(
             [
@@ -79,7 +81,7 @@ def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
                 (trainer._is_vlm or bool({"image", "images"} & columns), "processing_class", "images",
                  needs + "images would be lost", use),
                 (trainer.is_fsdp_enabled, "fsdp", "sharded parameters", sharded, "launch with DDP"),
-                (trainer.is_deepspeed_enabled, "deepspeed", "sharded parameters", sharded, "launch with DDP"),
+                (_launched_stage(trainer) > 2, "deepspeed", "sharded parameters", sharded, "set zero_stage to 2"),
             ]
         )
     )  # fmt: skip
@@ -95,6 +97,12 @@ def check_trainer(trainer: CreditTrainer, method: CreditMethod) -> None:
     if ("tree" in method.needs or trainer.args.stream) and trainer.accelerator.num_processes > 1:
         why = "a stream runs in one process" if trainer.args.stream else f"{method.name}'s trees grow in one process"
         raise InputError("num_processes", trainer.accelerator.num_processes, f"1: {why}")
+
+
+def _launched_stage(trainer: CreditTrainer) -> int:
+    """The ZeRO stage that the trainer runs under, whoever configured it; 0 without DeepSpeed."""
+    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    return 0 if plugin is None else int(plugin.zero_stage)
 
 
 def check_data(method: CreditMethod, columns: Collection[str], rows: Iterable[Any], step_verifier: bool) -> None:
@@ -242,6 +250,15 @@ def _measuring(args: Any, name: str, needs_answers: bool) -> Iterator[Refusal]:
         bool(args.fsdp), "fsdp", args.fsdp, "nothing: probing a sharded model is not tested", "launch with DDP",
     )  # fmt: skip
     yield (
-        bool(args.deepspeed), "deepspeed", "a configuration", "nothing: probing a sharded model is not tested",
-        "launch with DDP",
+        _zero_stage(args.deepspeed) > 2, "deepspeed", f"ZeRO stage {_zero_stage(args.deepspeed)}",
+        "at most stage 2, which shards no parameters: measuring with a sharded model is not tested",
+        "set zero_optimization.stage to 2",
     )  # fmt: skip
+
+
+def _zero_stage(deepspeed: Any) -> int:
+    """Of a DeepSpeed configuration, which TRL takes as a table or as the path of a JSON file; 0 for none."""
+    if not deepspeed:
+        return 0
+    table = deepspeed if isinstance(deepspeed, Mapping) else json.loads(Path(deepspeed).read_text())
+    return int(table.get("zero_optimization", {}).get("stage", 0))
