@@ -29,7 +29,7 @@ VERLS = ("--set", "ddof=1", "--set", "epsilon=1e-6")
 SEPARATE = [
     "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=apportion_ray",
-    "trainer.v1.separate_async.parameter_sync_step=1", "+ray_kwargs.ray_init.num_gpus=4",
+    "trainer.v1.separate_async.parameter_sync_step=1", "trainer.n_gpus_per_node=1",
 ]  # fmt: skip
 
 

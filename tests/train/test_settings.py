@@ -40,6 +40,13 @@ def test_file_then_overrides(tmp_path: Path) -> None:
     assert config.method["name"] == "vineppo" and config.trainer == {"beta": 0.1}
 
 
+def test_another_method_leaves_the_settings_of_the_files_behind(tmp_path: Path) -> None:
+    path = written(tmp_path / "c.toml", '[method]\nname = "probepo"\nbudget = 16\nalpha = 0.25\n')
+    config = load_config(path, {"method.samples": 9, "method.name": "vineppo"})
+    assert config.method["name"] == "vineppo" and config.method["samples"] == 9 and "budget" not in config.method
+    assert load_config(path, {"method.name": "probepo"}).method["alpha"] == 0.25
+
+
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
 LEAVES = st.one_of(TEXT, st.booleans(), st.integers(-(2**62), 2**62), st.floats())
 VALUES = st.recursive(LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXT, v, max_size=3), max_leaves=6)

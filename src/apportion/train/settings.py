@@ -119,7 +119,11 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
     data = {} if path is None else _read(path)
     for section, values in data.items():
         _check_keys(section, values)
-    for key, value in (overrides or {}).items():
+    overrides = overrides or {}
+    if "method.name" in overrides and overrides["method.name"] != data.get("method", {}).get("name"):
+        # What the file sets are another method's settings.
+        data["method"] = {}
+    for key, value in overrides.items():
         section, dot, name = key.partition(".")
         if not dot:
             raise InputError("--set", repr(key), "section.key=value, for example method.budget=24 or run.steps=50")
