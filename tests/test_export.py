@@ -74,7 +74,7 @@ def test_readings_come_back_as_the_kind_they_were() -> None:
 
     found = [
         reading("belief", 0, [-1.5]), reading("belief", 2, [-0.5]), reading("confidence", 2, [0.25, 0.75]),
-        reading("steps", 0, [1.0]), reading("steps", 2, [0.0]), reading("sensitivity", 3, [0.1, 0.2, 0.0, 0.0]),
+        reading("steps", 0, [1.0]), reading("steps", 2, [0.0]), reading("sensitivity", 3, [0.1, 0.2, 0.0]),
     ]  # fmt: skip
     assert recorded_rows(ROLLOUTS, found, CREDIT)[0]["evidence"] == {
         "belief": [{"position": 0, "logprob": -1.5}, {"position": 2, "logprob": -0.5}],

@@ -61,7 +61,8 @@ def row(uid: str, prompt: list[int], response: list[int], reward: float, index: 
         "uid": uid, "prompts": torch.tensor(prompt), "responses": torch.tensor(response),
         "response_mask": torch.ones(n, dtype=torch.int64), "rm_scores": scores, "index": index, "data_source": "d",
         "reward_model": {"ground_truth": "7"}, "extra_info": {"index": index, "answer": "long"}, "column": f"c{index}",
-        "entropy": torch.arange(n).float() + 10 * index, "old_log_probs": -torch.ones(n), **more,
+        "entropy": torch.arange(n).float() + 10 * index, "old_log_probs": -torch.ones(n),
+        "ref_log_prob": -2 * torch.ones(n), **more,
     }  # fmt: skip
 
 
@@ -123,6 +124,7 @@ def test_groups_are_formed_by_key_whatever_verls_order(reader: Reader, monkeypat
     # Cut off is who used up the limit without a stop token; the first one ends early by some other rule.
     assert rollouts.truncated.tolist() == [False] * 5 + [True, False]
     assert rollouts.text[0] == "cd" and rollouts.entropy[:5].tolist() == [30, 31, 30, 31, 32]
+    assert set(rollouts.old_logprob.tolist()) == {-1} and set(rollouts.ref_logprob.tolist()) == {-2}
     assert versions(found.tags) == [(3, 4)] * 7
 
 

@@ -38,7 +38,7 @@ def recorded_rows(rollouts: Sequence[Record], evidence: Sequence[Record], credit
     for i, (row, given) in enumerate(zip(rollouts, credit, strict=True)):
         starts = own[i] | {int(segment["start"]) for segment in given["segments"] or ()}
         probed = [(at, states.get(_state(row, at))) for at in sorted(starts)]
-        found = _readings(readings[i])
+        found = _readings(readings[i], len(row["token_ids"]))
         if weighed and "importance" not in found:
             # What the method looked for and did not find, such as a stated answer.
             found["answer_start"] = None
@@ -73,8 +73,8 @@ def _number(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-def _readings(rows: Sequence[Record]) -> dict[str, Any]:
-    """What was read of one response, of the kinds that are no continuations."""
+def _readings(rows: Sequence[Record], length: int) -> dict[str, Any]:
+    """What was read of one response of `length` tokens, of the kinds that are no continuations."""
     found: dict[str, Any] = {}
     for row in rows:
         values, at = row["values"], row["position"]
@@ -85,6 +85,7 @@ def _readings(rows: Sequence[Record]) -> dict[str, Any]:
         elif row["kind"] == "steps":
             found.setdefault("steps", []).append({"start": at, "ok": values[0] == 1})
         else:
-            found["importance"] = values
+            # Recorded up to the answer, which nothing bears on but itself.
+            found["importance"] = [*values, *[0.0] * (length - len(values))]
             found["answer_start"] = at if at >= 0 else None
     return found
