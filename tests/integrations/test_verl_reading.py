@@ -163,12 +163,11 @@ def test_weights_are_those_of_the_moment(found: Any, model: Any) -> None:
     assert len(moved) > len(readings) / 2
 
 
-def test_half_precision_where_it_is_asked_for(found: Any, model: Any) -> None:
+def test_half_precision_where_it_is_asked_for(found: Any, folder: Path) -> None:
     """A belief in bfloat16 is a plain bfloat16 model's up to its rounding, which depends on what is read beside it."""
-    half = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    half.load_state_dict(model.state_dict())
+    half = AutoModelForCausalLM.from_pretrained(folder / "verl" / "model", dtype=torch.bfloat16)
     requests = asked()
-    expected = plain(half.bfloat16(), requests)
+    expected = plain(half, requests)
     readings, _ = found["bfloat16"]
     for at in requests:
         if at[0] == "belief":

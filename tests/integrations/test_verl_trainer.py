@@ -20,7 +20,9 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from apportion.credit.registry import make_method
+from apportion.errors import InputError
 from apportion.integrations.verl import plugin
+from apportion.integrations.verl.measuring import Measurer
 from apportion.integrations.verl.settings import CreditSettings
 
 MODES = {
@@ -105,7 +107,9 @@ def test_a_checkpoint_keeps_what_the_method_remembers(monkeypatch: pytest.Monkey
     folder = tmp_path / "global_step_7"
     folder.mkdir()
     saved, _ = made("apportion_sync", "awake", "avspo")
-    saved.config = SimpleNamespace(trainer=SimpleNamespace(default_local_dir=str(tmp_path)))
+    saved.config = SimpleNamespace(
+        trainer=SimpleNamespace(default_local_dir=str(tmp_path), resume_mode="auto", resume_from_path=None)
+    )
     saved.credit_method = make_method("avspo", {"threshold": 0.37})
     saved._save_checkpoint()
     assert json.loads((folder / "apportion.json").read_text())["settings"]["threshold"] == 0.37
@@ -117,3 +121,45 @@ def test_a_checkpoint_keeps_what_the_method_remembers(monkeypatch: pytest.Monkey
     other.config = saved.config
     other._load_checkpoint()
     assert other.credit_method.name == "probepo"
+
+
+def test_a_resumed_path_brings_its_own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: None)
+    folder = tmp_path / "elsewhere" / "global_step_7"
+    folder.mkdir(parents=True)
+    (folder / "apportion.json").write_text('{"method": "avspo", "settings": {"threshold": 0.21}}')
+    trainer, _ = made("apportion_sync", "awake", "avspo")
+    trainer.config = SimpleNamespace(
+        trainer=SimpleNamespace(
+            default_local_dir=str(tmp_path), resume_mode="resume_path", resume_from_path=str(folder)
+        )
+    )
+    trainer._load_checkpoint()
+    assert trainer.credit_method.threshold == 0.21
+
+
+def test_records_of_another_run_are_not_mixed_with(tmp_path: Path) -> None:
+    (tmp_path / "credit").mkdir()
+    (tmp_path / "credit" / "step-000001.parquet").touch()
+    trainer, _ = made("apportion_sync", "awake", "grpo")
+    trainer.credit_settings = CreditSettings.of({"method": "grpo", "run_folder": str(tmp_path)})
+    trainer.global_steps = 0
+    with pytest.raises(InputError, match=r"apportion\.run_folder"):
+        trainer.fit(None)
+
+
+@pytest.mark.parametrize(
+    ("about", "field"),
+    [
+        ({"agent_name": "tool_agent"}, "agent_name of row x_0_0"),
+        ({"raw_prompt": [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image"}]}]},
+         "prompt of row x_0_0"),
+    ],
+)  # fmt: skip
+def test_rows_that_a_probe_cannot_continue_are_named(about: dict[str, Any], field: str) -> None:
+    rows = SimpleNamespace(keys=["x_0_0"], about=[about])
+    with pytest.raises(InputError) as refused:
+        Measurer._check_rows(SimpleNamespace(), rows)
+    assert refused.value.field == field
+    plain = [{"raw_prompt": [{"role": "user", "content": "?"}]}, {"agent_name": "single_turn_agent"}, {}]
+    Measurer._check_rows(SimpleNamespace(), SimpleNamespace(keys=["a", "b", "c"], about=plain))

@@ -18,6 +18,8 @@ from apportion.rollouts import Rollouts
 GOLD_COLUMNS = ("answer", "gold", "solution", "ground_truth")
 # Kinds of measurement that read the model without sampling rewards from it.
 READ = frozenset({"belief", "sensitivity", "confidence", "divergence"})
+# Steps, and where a response states its answer, are found in its text.
+READ_IN_TEXT = frozenset({"steps", "step_labels", "belief", "sensitivity", "confidence"})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import nanstd
 
 from apportion.engines.trees import Leaf
-from apportion.measure.batch import Batch, base_of
+from apportion.measure.batch import READ_IN_TEXT, Batch, base_of
 from apportion.rollouts import Rollouts
 from apportion.segments import token_offsets
 from apportion.train.compatibility import measures
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 # What TRL adds to σ; `trl_base` is checked against TRL's own advantages every step, so a change cannot hide.
 _EPSILON = 1e-4
-# Steps, and where a response states its answer, are found in its text.
-_READ_IN_TEXT = frozenset({"steps", "step_labels", "belief", "sensitivity", "confidence"})
 
 
 @dataclass
@@ -192,7 +190,7 @@ def _responses(trainer: CreditTrainer, capture: Capture, output: dict[str, Any])
 
 def read_text(trainer: CreditTrainer, prompt: list[int], ids: list[int]) -> tuple[list[int], str] | None:
     """Where each token starts in the response's text, and that text; None where nothing reads it."""
-    if _READ_IN_TEXT & trainer.credit_method.needs or trainer.args.run_folder is not None:
+    if READ_IN_TEXT & trainer.credit_method.needs or trainer.args.run_folder is not None:
         return token_offsets(trainer.decode, ids, prompt)
     return None
 

@@ -103,8 +103,27 @@ class Measurer:
             found["steps"] = StepLabels.from_verdicts(batch.rollouts, verdicts)
         return Measurement(Evidence(**found), probes, read=reading_rows(batch, jobs, readings, found)), cost
 
+    def _check_rows(self, rows: Rows) -> None:
+        """Raises InputError for the first prompt whose responses a probe cannot continue."""
+        for key, about in zip(rows.keys, rows.about, strict=True):
+            agent = about.get("agent_name") or "single_turn_agent"
+            if agent != "single_turn_agent":
+                raise InputError(
+                    f"agent_name of row {key}", repr(agent), "single_turn_agent: a probe would be without its tools",
+                    "leave such rows out, or use a method without probes",
+                )  # fmt: skip
+            messages = about.get("raw_prompt")
+            contents = [message.get("content") for message in (() if messages is None else messages)]
+            parts = [part for content in contents if not isinstance(content, str) for part in content or ()]
+            if any(isinstance(part, dict) and part.get("type") != "text" for part in parts):
+                raise InputError(
+                    f"prompt of row {key}", "more than text", "text: a probe would be without its pictures",
+                    "leave such rows out, or use a method without probes",
+                )  # fmt: skip
+
     def _probe(self, rows: Rows, jobs: Sequence[Job], step: int, metrics: dict[str, Any]) -> Any:
         """The values of the plan's states, and the probes they are of."""
+        self._check_rows(rows)
         method, rollouts = self.trainer.credit_method, rows.batch.rollouts
         probes, counts, seen = self._wave(rows, jobs, step, 0)
         evidence = evidence_of(rollouts, jobs, probes)

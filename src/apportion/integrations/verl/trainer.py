@@ -21,11 +21,13 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from apportion.credit.registry import make_method
+from apportion.errors import InputError
 from apportion.integrations.verl.measuring import Measurer
 from apportion.integrations.verl.reading import readers_in
 from apportion.integrations.verl.rows import Reader, Rows, write_advantages
 from apportion.integrations.verl.settings import CreditSettings, check_config
 from apportion.integrations.verl.versions import check_signatures
+from apportion.measure.batch import READ_IN_TEXT
 from apportion.records import RunFolder
 from apportion.train.metrics import step_metrics
 from apportion.train.recording import record_batch
@@ -71,13 +73,18 @@ class CreditSteps(PPOTrainer):
         folder = self.credit_settings.run_folder
         self.records = None if folder is None else RunFolder(folder)
         if self.records is not None:
+            if self.records.steps() and not self.global_steps:
+                raise InputError(
+                    "apportion.run_folder", repr(folder), "a folder without another run's records, or a run to resume",
+                    "name another folder",
+                )  # fmt: skip
             self.records.path.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(self.config, self.records.path / "verl.yaml")
         self.measurer = Measurer(self)
         self.reader = Reader(
             self.measurer.decode, self.measurer.eos, self.config.data.max_response_length,
             bool(self.config.algorithm.get("norm_adv_by_std_in_grpo", True)),
-            text=self.records is not None or bool({"steps", "step_labels", "sensitivity"} & self.credit_method.needs),
+            text=self.records is not None or bool(READ_IN_TEXT & self.credit_method.needs),
         )  # fmt: skip
         try:
             super().fit(agent_loop_manager)
@@ -140,6 +147,7 @@ class CreditSteps(PPOTrainer):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
+        self._resumed = self.global_steps
         file = self._state_file(self.global_steps)
         if self.global_steps and file.exists():
             kept = json.loads(file.read_text())
@@ -147,7 +155,10 @@ class CreditSteps(PPOTrainer):
                 self.credit_method = make_method(kept["method"], kept["settings"])
 
     def _state_file(self, step: int) -> Path:
-        return Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / STATE
+        trainer = self.config.trainer
+        if trainer.resume_mode == "resume_path" and step == self._resumed:
+            return Path(trainer.resume_from_path) / STATE
+        return Path(trainer.default_local_dir) / f"global_step_{step}" / STATE
 
 
 @register_trainer("apportion_sync")
