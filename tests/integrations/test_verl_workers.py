@@ -198,8 +198,8 @@ def test_no_stop_token_ends_an_answer_where_they_are_ignored():
         (output([1, 2], "abort"), "NoAnswer: broken off by the engine"),
         (output([]), "NoAnswer: an empty answer"),
         (output([1] * 7), "NoAnswer: 7 tokens for a budget of 6"),
-        (RuntimeError("no server\nand more"), "RuntimeError: no server"),
-        (ValueError(), "ValueError"),
+        pytest.param(RuntimeError("no server\nand more"), "RuntimeError: no server", marks=needs_verl),
+        pytest.param(ValueError(), "ValueError", marks=needs_verl),
     ],
 )  # fmt: skip
 def test_one_that_fails_takes_no_other_with_it(bad, reason):
@@ -211,6 +211,7 @@ def test_one_that_fails_takes_no_other_with_it(bad, reason):
     assert {m: a.token_ids for m, a in answers.items()} == {m: (seed(m) % 5, STOP) for m in range(8) if m != 4}
 
 
+@needs_verl
 def test_several_reasons_are_each_said_once():
     errors = [ValueError("a"), ValueError("b"), ValueError("a")]
     answers, said = probe(made(lambda *_: errors.pop())[0], range(3))

@@ -64,9 +64,10 @@ class ReadingWorker:
         Between verl's `compute_log_prob` and its update these are the weights that `old_log_probs` are of.
 
         Every rank takes part in gathering the weights, and in nothing after that. A rank with requests holds the whole
-        model once, beside its shard: parameters × 4 bytes in float32, 28 GB for 7 billion, and while it reads what
-        `Scorer` and `TransformersEngine` take (see their limits). It is given back before the call returns. A rank
-        without requests holds one parameter at a time. Global random streams are left where they were.
+        model once, beside its shard: parameters × 4 bytes in float32, 28 GB for 7 billion (experts twice, while verl's
+        one by one are put together), and while it reads what `Scorer` and `TransformersEngine` take (see their
+        limits). It is given back before the call returns. A rank without requests holds one parameter at a time.
+        Global random streams are left where they were.
         """
         mine = share(asked, self.rank, self.world_size)
         with frozen_rng():
@@ -90,8 +91,9 @@ def reading_worker(base: type) -> type:
 def whole_model(engine: Any, dtype: str | None, wanted: bool) -> nn.Module | None:
     """A model of transformers with the weights of one of verl's training engines; None where it is not `wanted`.
 
-    All ranks of the engine call this together. Works through `get_per_tensor_param`, so for every engine that has it;
-    FSDP1 and FSDP2 are tested. Attention is transformers' own choice, as in our trainer, whatever the actor's is.
+    All ranks of the engine call this together. It goes through `get_per_tensor_param`, which every engine of verl has;
+    tested with FSDP2 (verl's FSDP1 starts on GPUs only; Megatron was not run). Attention is transformers' own choice,
+    as in our trainer, whatever the actor's is. Merged LoRA weights come from verl rounded to bfloat16.
 
     Raises:
         InputError: LoRA adapters that verl does not merge.
