@@ -1,6 +1,9 @@
 """Forward passes with the weights that verl trains: two real FSDP2 ranks against the same model in one process.
 
-Planted faults seen caught: PLANTED
+Planted faults seen caught: weights kept from an earlier call; the precision that was asked for ignored; distributions
+at temperature 1; every rank reading everything, and a share left out; the actor frozen or put in evaluation mode;
+random streams moved; another pad id; what one rank, or the engine, spent left out; weights missing and not noticed; a
+rank without requests that does not gather; adapters let through; the wrong role's class replaced.
 """
 
 from __future__ import annotations

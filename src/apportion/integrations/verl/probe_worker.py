@@ -235,8 +235,10 @@ class ProbeWorker:
         """The reward and why there is none: a verifier that raises abstains."""
         fault = ""
         # A reward worker that is gone is no fault of the response's; one that took two with it is not asked a third.
-        for _ in self._reward_handles[:2]:
-            handle = self._reward_handles[next(self._turn) % len(self._reward_handles)]
+        first = next(self._turn)
+        for turn in range(min(2, len(self._reward_handles))):
+            # The next one in the row: the turn itself is shared, and others may have moved it to the same again.
+            handle = self._reward_handles[(first + turn) % len(self._reward_handles)]
             try:
                 found = (await handle.compute_score.remote(data))["reward_score"]
                 reward = math.nan if found is None else float(found)
