@@ -157,7 +157,8 @@ class Probes:
         turn = slot % len(self._handles)
         actor = (
             ray.remote(ProbeWorker)
-            .options(num_cpus=0, max_restarts=0, scheduling_strategy=near)
+            # As verl's: a CPU to start with and none to run. An actor of none at all is not kept to its node.
+            .options(max_restarts=0, scheduling_strategy=near)
             .remote(self._config, self._client, self._handles[turn:] + self._handles[:turn], *self._rest)
         )
         return _Worker(actor, actor.ready.remote())
